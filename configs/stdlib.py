@@ -1,0 +1,19 @@
+"""Real text: Python's own standard library, 5.5 million tokens of byte-level BPE, no network needed.
+
+Repeated names are what induction heads live on; the phase change shows here too, on repeated spans of the corpus.
+Command make run CONFIG=configs/stdlib.py
+Time    MINUTES
+Expect  EXPECT
+"""
+from mha_jax.config import Config, DataConfig, ModelConfig, OptimizerConfig, ProbesConfig
+
+
+def get_config():
+    return Config(
+        name="stdlib",
+        steps=6000,
+        model=ModelConfig(num_layers=2, d_model=128, num_heads=4, num_kv_heads=4, positions="shortformer"),
+        data=DataConfig(task="text", dataset="stdlib", vocab_size=512, length=128, batch_size=32),
+        optimizer=OptimizerConfig(learning_rate=3e-3, end_learning_rate=3e-4, warmup_steps=200),
+        probes=ProbesConfig(panel="100"),
+    )

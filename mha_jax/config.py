@@ -1,0 +1,365 @@
+"""Every setting of a run, typed, and every check of it, made before anything is compiled.
+
+A config file defines `get_config()` returning a `Config`; `--config.section.key=value` overrides one field.
+`resolve` checks the whole and fills in each None that stands for "derived", so that what a run writes to
+config.json is complete. All messages are one line: key, value, what is allowed, and the nearest right name.
+"""
+import dataclasses
+import difflib
+import math
+import types
+import typing
+from typing import Optional
+
+from mha_jax.schedule import Schedule
+
+
+class ConfigError(ValueError):
+    """Bad config or input. The commands print the message on one line and exit with code 2."""
+
+
+# Plain annotations only: config_flags cannot read Literal or quoted types, so choices are checked in `CHOICES`.
+@dataclasses.dataclass
+class ModelConfig:
+    num_layers: int = 2
+    d_model: int = 64
+    num_heads: int = 4
+    num_kv_heads: int = 4  # K: num_heads is MHA, 1 is MQA, between is GQA
+    head_dim: Optional[int] = None  # default d_model / num_heads
+    vocab_size: Optional[int] = None  # default: what the data has
+    positions: str = "rope"
+    max_length: Optional[int] = None  # rows of a learned position table; default data.length
+    rope_theta: float = 10_000.0
+    mlp: str = "none"
+    d_mlp: Optional[int] = None  # default 4 d_model, or 8/3 d_model rounded up to 8 for swiglu
+    norm: str = "layer"
+    norm_eps: float = 1e-5
+    bias: bool = False  # in linear maps and in LayerNorm
+    tied: bool = False  # unembedding = embedding transposed
+    smeared_key: bool = False  # k_j <- s k_j + (1 - s) k_{j-1}: gives one layer what two layers compose
+    qk_norm: bool = False
+    sink: bool = False  # one learned logit per head in the softmax denominator
+    window: Optional[int] = None  # a query sees itself and the window - 1 tokens before it
+    init: str = "fan_in"  # N(0, 1/fan_in), or gpt2: N(0, 0.02^2) with residual outputs / sqrt(2 L)
+    attention: str = "auto"
+    dtype: str = "float32"  # of the computation; parameters, softmax and loss are always float32
+    matmul_precision: str = "default"  # of float32 products while training; probes always use highest
+    kept_heads: Optional[tuple[tuple[int, ...], ...]] = None  # per layer, the original numbers of heads that remain
+
+
+@dataclasses.dataclass
+class DataConfig:
+    task: str = "repeat"
+    length: int = 64  # T predictions a row, from T + 1 tokens
+    batch_size: int = 64  # rows of one optimizer step, over all devices and micro-batches
+    vocab_size: int = 64  # tokens of a synthetic task (states of `markov`), or size of the BPE
+    eval_rows: int = 256  # frozen evaluation rows
+    period_min: int = 8  # repeat
+    period_max: int = 32
+    block: str = "distinct"
+    num_triggers: int = 5  # trigger
+    trigger_rate: float = 0.25
+    dirichlet_alpha: float = 0.1
+    table_seed: int = 0
+    random_triggers: bool = False
+    trigger_prior: float = 0.1
+    dataset: str = "stdlib"  # text: stdlib, or what TFDS has prepared (a name or a directory)
+    tokenizer: str = "bpe"
+    packing: str = "concatenated"
+    cache_dir: str = "~/.cache/mha_jax"
+
+
+@dataclasses.dataclass
+class OptimizerConfig:
+    learning_rate: float = 2e-3  # peak
+    end_learning_rate: float = 2e-4  # reached at the last step
+    warmup_steps: int = 100
+    schedule: str = "cosine"
+    b1: float = 0.9
+    b2: float = 0.95
+    eps: float = 1e-8
+    weight_decay: float = 0.0  # on matrices only: never on biases, norms, gates, sinks or position tables
+    clip_norm: float = 1.0
+    accumulation: int = 1  # micro-batches of one step; the mean is over tokens, not over micro-batches
+
+
+@dataclasses.dataclass
+class MeshConfig:
+    data: Optional[int] = None  # default: the devices the other axes leave
+    fsdp: int = 1
+    tensor: int = 1
+    platform: str = "auto"
+
+
+@dataclasses.dataclass
+class ProbesConfig:
+    panel: str = "50"  # schedule of the full panel
+    induction_every: int = 10  # prefix matching alone, until formed
+    rows: int = 64  # evaluation rows whose attention patterns are read
+    repeats: int = 8  # repeated blocks per period
+    periods: Optional[tuple[int, ...]] = None  # default: a spread with at least two copies inside the length
+
+
+@dataclasses.dataclass
+class CheckpointConfig:
+    save: str = "log:500"
+    keep: str = "all"  # steps never deleted: all, or a schedule
+    keep_latest: int = 2
+    keep_best: int = 1
+
+
+@dataclasses.dataclass
+class TrackingConfig:
+    log_every: int = 10
+    wandb: str = "auto"
+    project: str = "mha_jax"
+    entity: Optional[str] = None
+    group: Optional[str] = None  # default: task and attention variant
+    timeout: float = 60.0  # seconds that starting W&B may take
+
+
+@dataclasses.dataclass
+class Config:
+    name: str = "default"
+    seed: int = 0
+    steps: int = 1000
+    steps_per_call: int = 10  # optimizer steps in one device call
+    model: ModelConfig = dataclasses.field(default_factory=ModelConfig)
+    data: DataConfig = dataclasses.field(default_factory=DataConfig)
+    optimizer: OptimizerConfig = dataclasses.field(default_factory=OptimizerConfig)
+    mesh: MeshConfig = dataclasses.field(default_factory=MeshConfig)
+    probes: ProbesConfig = dataclasses.field(default_factory=ProbesConfig)
+    checkpoint: CheckpointConfig = dataclasses.field(default_factory=CheckpointConfig)
+    tracking: TrackingConfig = dataclasses.field(default_factory=TrackingConfig)
+
+
+CHOICES = {
+    "model.positions": ("rope", "learned", "shortformer", "none"),
+    "model.mlp": ("none", "gelu", "swiglu"),
+    "model.norm": ("layer", "rms", "none"),
+    "model.init": ("fan_in", "gpt2"),
+    "model.attention": ("auto", "einsum", "blockwise", "fused"),
+    "model.dtype": ("float32", "bfloat16"),
+    "model.matmul_precision": ("default", "high", "highest"),
+    "data.task": ("repeat", "trigger", "markov", "text"),
+    "data.block": ("distinct", "iid"),
+    "data.tokenizer": ("bpe", "bytes"),
+    "data.packing": ("concatenated", "packed"),
+    "optimizer.schedule": ("cosine", "constant"),
+    "mesh.platform": ("auto", "cpu", "gpu", "tpu"),
+    "tracking.wandb": ("auto", "online", "offline", "disabled"),
+}
+POSITIVE = (
+    "steps_per_call", "model.num_layers", "model.d_model", "model.num_heads", "model.num_kv_heads", "model.head_dim",
+    "model.max_length", "model.rope_theta", "model.d_mlp", "model.norm_eps", "model.window", "data.length",
+    "data.batch_size", "data.vocab_size", "data.eval_rows", "data.dirichlet_alpha", "optimizer.learning_rate",
+    "optimizer.clip_norm", "optimizer.eps", "optimizer.accumulation", "mesh.data", "mesh.fsdp", "mesh.tensor",
+    "probes.induction_every", "probes.rows", "probes.repeats", "checkpoint.keep_latest", "tracking.log_every",
+    "tracking.timeout",
+)  # fmt: skip
+NOT_NEGATIVE = (
+    "seed", "steps", "data.table_seed", "optimizer.end_learning_rate", "optimizer.warmup_steps",
+    "optimizer.weight_decay", "checkpoint.keep_best",
+)  # fmt: skip
+
+
+def flat(config) -> dict[str, object]:
+    """The config as {'model.num_heads': 4, ...}: what W&B shows and what two configs are compared by."""
+    out = {}
+    for field in dataclasses.fields(config):
+        value = getattr(config, field.name)
+        if dataclasses.is_dataclass(value):
+            out |= {f"{field.name}.{k}": v for k, v in flat(value).items()}
+        else:
+            out[field.name] = value
+    return out
+
+
+def to_dict(config: Config) -> dict:
+    """Nested plain dict, for config.json."""
+    return dataclasses.asdict(config)
+
+
+def from_dict(values: dict, cls=Config, path: str = ""):
+    """The inverse of `to_dict`; a key this version does not know is an error, not dropped."""
+    known = {f.name: f for f in dataclasses.fields(cls)}
+    for key in values:
+        if key not in known:
+            raise unknown_key(f"{path}{key}")
+    kwargs = {}
+    for key, value in values.items():
+        section = known[key].type
+        if dataclasses.is_dataclass(section):
+            _require(isinstance(value, dict), f"config.{path}{key} = {value!r}: allowed is a section with its keys")
+            kwargs[key] = from_dict(value, section, f"{path}{key}.")
+        else:
+            kwargs[key] = _tuples(value)
+    return cls(**kwargs)
+
+
+def _tuples(value):
+    return tuple(_tuples(v) for v in value) if isinstance(value, list) else value
+
+
+def unknown_key(key: str) -> ConfigError:
+    """The error for a key that does not exist, naming the nearest that does."""
+    keys = list(flat(Config()))
+    last = key.rpartition(".")[2]
+    same = [k for k in keys if k.rpartition(".")[2] == last]  # the right key in the wrong section
+    near = difflib.get_close_matches(key, same or keys, 1, 0.0)
+    return ConfigError(f"config.{key}: no such key; did you mean config.{near[0]}?")
+
+
+def _check_types(config, path: str = ""):
+    """Types of every field, and no field that does not exist: a file may assign anything to a dataclass."""
+    known = {f.name: f.type for f in dataclasses.fields(config)}
+    for key in vars(config):
+        if key not in known:
+            raise unknown_key(f"{path}{key}")
+    for key, kind in known.items():
+        value = getattr(config, key)
+        if dataclasses.is_dataclass(kind):
+            if not isinstance(value, kind):
+                raise ConfigError(f"config.{path}{key} = {value!r}: allowed is a {kind.__name__}")
+            _check_types(value, f"{path}{key}.")
+        elif not _is_a(value, kind):
+            name = kind.__name__ if isinstance(kind, type) else str(kind).replace("typing.", "")
+            raise ConfigError(f"config.{path}{key} = {value!r}: allowed is {name}")
+        elif isinstance(value, float) and not math.isfinite(value):
+            raise ConfigError(f"config.{path}{key} = {value!r}: allowed is a finite number")
+
+
+def _is_a(value, kind) -> bool:
+    if typing.get_origin(kind) in (typing.Union, types.UnionType):
+        return any(_is_a(value, k) for k in typing.get_args(kind))
+    if typing.get_origin(kind) is tuple:
+        return isinstance(value, tuple) and all(_is_a(v, typing.get_args(kind)[0]) for v in value)
+    if kind is float:
+        return isinstance(value, (int, float)) and not isinstance(value, bool)
+    return isinstance(value, kind) and not (kind is int and isinstance(value, bool))
+
+
+def _require(ok: bool, message: str):
+    if not ok:
+        raise ConfigError(message)
+
+
+def resolve(config: Config) -> Config:
+    """Checks a config and returns a copy with every derived None filled in. ConfigError on the first fault."""
+    _check_types(config)
+    values = flat(config)
+    for key, allowed in CHOICES.items():
+        if values[key] not in allowed:
+            near = difflib.get_close_matches(values[key], allowed, 1)
+            hint = f"; did you mean {near[0]!r}?" if near else ""
+            raise ConfigError(f"config.{key} = {values[key]!r}: allowed are {', '.join(allowed)}{hint}")
+    for keys, limit, ok in ((POSITIVE, "above 0", lambda v: v > 0), (NOT_NEGATIVE, "0 or more", lambda v: v >= 0)):
+        for key in keys:
+            _require(values[key] is None or ok(values[key]), f"config.{key} = {values[key]}: allowed is {limit}")
+    config = from_dict(to_dict(config))
+    _resolve_data(config.data)
+    _resolve_model(config.model, config.data)
+    _resolve_run(config)
+    return config
+
+
+def _resolve_data(d: DataConfig):
+    _require(0 < d.trigger_rate < 1, f"config.data.trigger_rate = {d.trigger_rate}: allowed is between 0 and 1")
+    _require(0 < d.trigger_prior < 1, f"config.data.trigger_prior = {d.trigger_prior}: allowed is between 0 and 1")
+    _require(d.length >= 2, f"config.data.length = {d.length}: allowed is 2 or more")
+    if d.task == "repeat":
+        low, high = d.period_min, d.period_max
+        _require(1 <= low <= high, f"config.data.period_min = {low} and config.data.period_max = {high}: "
+                 "allowed is 1 <= period_min <= period_max")  # fmt: skip
+        _require(d.block == "iid" or high <= d.vocab_size, f"config.data.period_max = {high} is more than "
+                 f"config.data.vocab_size = {d.vocab_size}: a block of distinct tokens does not fit; "
+                 "lower it or set config.data.block = 'iid'")  # fmt: skip
+        _require(low > 1 and high < d.length, f"config.data.period_min = {low}, config.data.period_max = {high}, "
+                 f"config.data.length = {d.length}: the ICL windows t < period_min and t > period_max must not be "
+                 "empty: allowed is period_min >= 2 and period_max < length")  # fmt: skip
+    if d.task == "trigger":
+        _require(1 <= d.num_triggers <= d.vocab_size - 2, f"config.data.num_triggers = {d.num_triggers}: "
+                 f"allowed is 1 to config.data.vocab_size - 2 = {d.vocab_size - 2}")  # fmt: skip
+    if d.task == "markov":
+        _require(d.vocab_size >= 2, f"config.data.vocab_size = {d.vocab_size}: allowed is 2 or more states")
+    if d.task == "text":
+        if d.tokenizer == "bytes":
+            d.vocab_size = 257  # 256 byte values and the end of a document
+        _require(d.vocab_size >= 257, f"config.data.vocab_size = {d.vocab_size}: allowed is 257 or more, "
+                 "256 bytes and the end of a document")  # fmt: skip
+
+
+def _resolve_model(m: ModelConfig, d: DataConfig):
+    if m.head_dim is None:
+        _require(m.d_model % m.num_heads == 0, f"config.model.d_model = {m.d_model} does not divide by "
+                 f"config.model.num_heads = {m.num_heads}: change one, or set config.model.head_dim")  # fmt: skip
+        m.head_dim = m.d_model // m.num_heads
+    _require(m.num_heads % m.num_kv_heads == 0, f"config.model.num_heads = {m.num_heads} does not divide by "
+             f"config.model.num_kv_heads = {m.num_kv_heads}: allowed are "
+             f"{', '.join(str(k) for k in range(1, m.num_heads + 1) if m.num_heads % k == 0)}")  # fmt: skip
+    _require(m.positions != "rope" or m.head_dim % 2 == 0,
+             f"config.model.head_dim = {m.head_dim}: allowed is an even number with positions = 'rope'")
+    if m.vocab_size is None:
+        m.vocab_size = d.vocab_size
+    _require(m.vocab_size >= d.vocab_size, f"config.model.vocab_size = {m.vocab_size} is less than "
+             f"config.data.vocab_size = {d.vocab_size}")  # fmt: skip
+    if m.max_length is None:
+        m.max_length = d.length
+    _require(m.positions in ("rope", "none") or m.max_length >= d.length, f"config.data.length = {d.length} is more "
+             f"than config.model.max_length = {m.max_length}, the rows of the position table")  # fmt: skip
+    if m.d_mlp is None and m.mlp != "none":
+        m.d_mlp = 4 * m.d_model if m.mlp == "gelu" else -(-8 * m.d_model // 3 // 8) * 8
+    if m.attention == "fused":
+        _require(not m.sink, "config.model.attention = 'fused' cannot add a sink logit (config.model.sink = True): "
+                 "allowed are auto, einsum, blockwise")  # fmt: skip
+    if m.kept_heads is not None:
+        _require(len(m.kept_heads) == m.num_layers, f"config.model.kept_heads names {len(m.kept_heads)} layers, "
+                 f"config.model.num_layers = {m.num_layers}")  # fmt: skip
+        for layer, heads in enumerate(m.kept_heads):
+            _require(list(heads) == sorted(set(heads)) and all(0 <= h < m.num_heads for h in heads),
+                     f"config.model.kept_heads[{layer}] = {heads}: allowed are different, ascending head numbers "
+                     f"below config.model.num_heads = {m.num_heads}")
+
+
+def _resolve_run(c: Config):
+    for key in ("probes.panel", "checkpoint.save", "checkpoint.keep"):
+        section, _, field = key.partition(".")
+        text = getattr(getattr(c, section), field)
+        try:
+            if not (key == "checkpoint.keep" and text == "all"):
+                Schedule.parse(text)
+        except ValueError as error:
+            raise ConfigError(f"config.{key} = {error}") from None
+    o, a = c.optimizer, c.optimizer.accumulation
+    _require(o.end_learning_rate <= o.learning_rate, f"config.optimizer.end_learning_rate = {o.end_learning_rate} is "
+             f"more than config.optimizer.learning_rate = {o.learning_rate}")  # fmt: skip
+    for key in ("b1", "b2"):
+        _require(0 <= getattr(o, key) < 1, f"config.optimizer.{key} = {getattr(o, key)}: allowed is 0 to below 1")
+    _require(c.data.batch_size % a == 0, f"config.data.batch_size = {c.data.batch_size} does not divide by "
+             f"config.optimizer.accumulation = {a}")  # fmt: skip
+    for period in c.probes.periods or ():
+        _require(3 <= period <= c.data.length // 2, f"config.probes.periods = {c.probes.periods}: allowed are periods "
+                 f"from 3 to half of config.data.length = {c.data.length}")  # fmt: skip
+
+
+def check_devices(config: Config, num_devices: int) -> tuple[int, int, int]:
+    """Sizes of the mesh axes (data, fsdp, tensor) on `num_devices`, checked against batch and heads."""
+    mesh = config.mesh
+    rest = mesh.fsdp * mesh.tensor
+    data = mesh.data or max(1, num_devices // rest)
+    _require(data * rest == num_devices, f"config.mesh.data = {data}, config.mesh.fsdp = {mesh.fsdp}, "
+             f"config.mesh.tensor = {mesh.tensor}: their product {data * rest} is not the number of devices, "
+             f"{num_devices}")  # fmt: skip
+    micro = config.data.batch_size // config.optimizer.accumulation
+    shards = data * mesh.fsdp
+    _require(micro % shards == 0, f"config.data.batch_size = {config.data.batch_size} over "
+             f"config.optimizer.accumulation = {config.optimizer.accumulation} is {micro} rows, which do not divide by "
+             f"config.mesh.data x config.mesh.fsdp = {shards}")  # fmt: skip
+    for key, rows in (("data.eval_rows", config.data.eval_rows), ("probes.rows", config.probes.rows),
+                      ("probes.repeats", config.probes.repeats)):  # fmt: skip
+        _require(rows % shards == 0, f"config.{key} = {rows} does not divide by config.mesh.data x "
+                 f"config.mesh.fsdp = {shards}")  # fmt: skip
+    for layer, heads in enumerate(config.model.kept_heads or ((0,) * config.model.num_heads,)):
+        _require(len(heads) % mesh.tensor == 0, f"config.model.num_heads = {len(heads)} (layer {layer}) does not "
+                 f"divide by config.mesh.tensor = {mesh.tensor}")  # fmt: skip
+    return data, mesh.fsdp, mesh.tensor

@@ -1,0 +1,134 @@
+"""The one door to data: `batches(step, n)` for training, frozen rows for evaluation, whatever the task.
+
+Row r of step s is item s * batch_size + r of the shuffled, repeated data, on every mesh: a batch is a pure
+function of (seed, step, row), so there is no iterator to save or to lose.
+A batch is a dict of inputs_BT, targets_BT, weights_BT (0 where no loss is due), positions_BT and segments_BT
+(both None where every row is one document from position 0).
+"""
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from mha_jax.config import Config
+from mha_jax.data import tasks
+from mha_jax.data.text import open_text
+from mha_jax.data.tokenizer import Tokenizer
+from mha_jax.layout import batch_sharding, put_rows
+
+# Above every run's seed, so evaluation rows are never training rows, and all runs of a task share them.
+EVAL_SEED = 2**31 + 1
+
+
+SMALL_VOCAB = 16  # below it random blocks repeat too often: prefix matching is scored on the task's own sequences
+
+
+@dataclasses.dataclass(frozen=True)
+class Evaluation:
+    """Frozen evaluation rows and what is known about them.
+
+    tokens_RU int32; lines: name -> loss [R, T] in nats; parts: name -> bool [R, T], losses reported apart;
+    early_RT, late_RT: the windows of the ICL score; plateau: the line a model rests on before it learns in context.
+    """
+
+    tokens_RU: np.ndarray
+    lines: dict[str, np.ndarray]
+    parts: dict[str, np.ndarray]
+    early_RT: np.ndarray
+    late_RT: np.ndarray
+    plateau: str
+
+    @property
+    def bayes(self) -> float | None:
+        """Mean loss of the exact optimum on these rows; None where it is not known."""
+        return float(self.lines["bayes"].mean()) if "bayes" in self.lines else None
+
+
+class TaskSource:
+    """A synthetic task: rows made on the devices that hold them."""
+
+    tokenizer: Tokenizer | None = None
+    induction_probe = "repeated blocks of distinct random tokens"
+
+    def __init__(self, config: Config, mesh):
+        self.task = tasks.make_task(config.data)
+        self.config = config
+        self.description = f"{config.data.task}, made on the fly"
+        self._make = _batch_maker(self.task, config.data.batch_size, config.steps_per_call, mesh)
+        if config.data.vocab_size < SMALL_VOCAB:
+            self.induction_probe = "the task's own sequences"
+
+    def batches(self, step: int, n: int) -> dict:
+        """Batches of steps step .. step + n - 1, stacked: [steps_per_call, B, ...], of which the first n count."""
+        return self._make(self.config.seed, step)
+
+    def evaluation(self) -> Evaluation:
+        """`data.eval_rows` rows that no training run sees."""
+        items = np.arange(self.config.data.eval_rows)
+        tokens = np.asarray(jax.jit(functools.partial(tasks.rows, self.task))(jnp.uint32(EVAL_SEED), items))
+        early, late = self.task.icl_windows(tokens)
+        return Evaluation(tokens, self.task.lines(tokens), self.task.parts(tokens), early, late, self.task.plateau)
+
+
+class TextSource:
+    """A corpus, tokenised once; rows are read by the hosts and placed on the devices that hold them."""
+
+    induction_probe = "repeated spans of the corpus"
+
+    def __init__(self, config: Config, mesh, tokenizer: Tokenizer | None = None):
+        self.text = open_text(config.data, config.seed, tokenizer)
+        self.config, self.mesh = config, mesh
+        self.tokenizer = self.text.tokenizer
+        self.description = self.text.describe()
+        self.repeated_spans = self.text.repeated_spans
+
+    def batches(self, step: int, n: int) -> dict:
+        """Batches of steps step .. step + n - 1, stacked: [steps_per_call, B, ...], of which the first n count."""
+        B, size = self.config.data.batch_size, self.config.steps_per_call
+        rows = self.text.rows(np.arange(step * B, (step + n) * B))
+
+        def stack(values):
+            full = np.zeros((size, B, *values.shape[1:]), values.dtype)
+            full[:n] = values.reshape(n, B, *values.shape[1:])
+            return put_rows(self.mesh, full, leading=1)
+
+        if self.config.data.packing == "concatenated":
+            rows |= {"positions_BT": None, "segments_BT": None}
+        return {k: None if v is None else stack(v) for k, v in rows.items()}
+
+    def evaluation(self) -> Evaluation:
+        """`data.eval_rows` rows from random offsets inside validation documents."""
+        tokens = self.text.eval_rows(self.config.data.eval_rows, EVAL_SEED)
+        early_T, late_T = tasks.default_windows(self.config.data.length)
+        early, late = (np.tile(w, (len(tokens), 1)) for w in (early_T, late_T))
+        return Evaluation(tokens, self.text.lines(tokens), {}, early, late, self.text.plateau)
+
+
+def _batch_maker(task, batch_size: int, size: int, mesh):
+    @functools.partial(jax.jit, out_shardings=batch_sharding(mesh, leading=1))
+    def make(seed, step):
+        items = (step + jnp.arange(size, dtype=jnp.uint32)[:, None]) * batch_size + jnp.arange(batch_size)
+        tokens_nBU = jax.vmap(lambda i: tasks.rows(task, seed, i))(items)
+        return to_batch(tokens_nBU, jnp)
+
+    return lambda seed, step: make(jnp.uint32(seed), jnp.uint32(step))
+
+
+def to_batch(tokens, xp=np) -> dict:
+    """The batch dict of whole one-document rows [..., U]: T = U - 1 predictions."""
+    return {
+        "inputs_BT": tokens[..., :-1],
+        "targets_BT": tokens[..., 1:],
+        "weights_BT": xp.ones(tokens[..., 1:].shape, xp.float32),
+        "positions_BT": None,
+        "segments_BT": None,
+    }
+
+
+def make_source(config: Config, mesh, tokenizer: Tokenizer | None = None):
+    """The source of a resolved config; `tokenizer` of an existing run. ConfigError when its data is not there."""
+    if config.data.task == "text":
+        return TextSource(config, mesh, tokenizer)
+    return TaskSource(config, mesh)

@@ -1,0 +1,328 @@
+"""Text as training rows: tokenised once into memory-mapped files, then cut, shuffled and indexed without any
+state.
+
+The training stream is every document followed by the end-of-document token (EOT), documents in the dataset's
+order.
+Row j holds tokens j T .. j T + T of it (U = T + 1 tokens, stride T), so an epoch predicts each token once,
+but for the first of the stream and a remainder shorter than a row. Item i of the run is row order(seed, i //
+R)[i mod R] of R rows, so what step s sees depends on seed, step and row alone.
+"""
+
+import dataclasses
+import functools
+import hashlib
+import json
+import os
+import pathlib
+import shutil
+import tempfile
+
+import grain
+import numpy as np
+from absl import logging
+
+from mha_jax.config import ConfigError, DataConfig
+from mha_jax.data import optimum
+from mha_jax.data.corpus import Documents, open_documents
+from mha_jax.data.tokenizer import Tokenizer, train_bpe
+
+FORMAT = 1  # of the files below; part of their fingerprint
+CHUNK = 256  # documents encoded in one call
+BIGRAM_TOKENS = 2**25  # training tokens that the bigram line is fitted on, at most
+
+
+@dataclasses.dataclass(frozen=True)
+class Stream:
+    """Tokens of one split on disk. flat [n] uint16 or uint32; starts [documents + 1] int64: document d, its
+    EOT included, is flat[starts[d]:starts[d + 1]]. Documents without a token are left out."""
+
+    flat: np.ndarray
+    starts: np.ndarray
+    fingerprint: str  # sha256 of the tokens
+
+    @property
+    def lengths(self) -> np.ndarray:
+        """Tokens of each document, its EOT not counted."""
+        return np.diff(self.starts) - 1
+
+
+def tokenise(documents: Documents, tokenizer: Tokenizer, cache_dir) -> Stream:
+    """The stream of `documents`, from the cache where the same tokenizer has cut the same documents before.
+
+    A folder appears under its fingerprint only when complete (written beside it, then renamed), so an
+    interrupted run leaves nothing that a later one would read. ConfigError when no document has a token, or
+    the folder was damaged.
+    """
+    key = _digest({"format": FORMAT, "corpus": documents.identity, "tokenizer": tokenizer.fingerprint})
+    folder = pathlib.Path(cache_dir).expanduser() / "tokens" / key
+    if not folder.exists():
+        _write(folder, documents, tokenizer)
+    try:
+        meta = json.loads((folder / "meta.json").read_text())
+        flat = np.load(folder / "tokens.npy", mmap_mode="r").view(np.ndarray)
+        starts = np.load(folder / "starts.npy")
+    except (OSError, ValueError, EOFError) as error:
+        raise ConfigError(f"{folder}: damaged ({error}); delete this folder, it will be made again") from None
+    if len(flat) != meta["tokens"] or starts[-1] != len(flat):
+        raise ConfigError(
+            f"{folder}: holds {len(flat)} tokens instead of {meta['tokens']}; delete this folder"
+        )
+    return Stream(flat, starts, meta["sha256"])
+
+
+def _write(folder: pathlib.Path, documents: Documents, tokenizer: Tokenizer):
+    dtype = np.uint16 if tokenizer.vocab_size <= 2**16 else np.uint32
+    parts, lengths = [], []
+    for first in range(0, len(documents), CHUNK):
+        texts = [documents[i]["text"] for i in range(first, min(first + CHUNK, len(documents)))]
+        for ids in tokenizer.encode_batch(texts):
+            if len(ids):
+                parts += [ids.astype(dtype), np.array([tokenizer.eot], dtype)]
+                lengths.append(len(ids) + 1)
+    name, split = documents.identity["name"], documents.identity["split"]
+    if not parts:
+        raise ConfigError(
+            f"config.data.dataset: {name} has no text in split {split!r} ({len(documents)} documents)"
+        )
+    flat = np.concatenate(parts)
+    starts = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64)
+    sha256 = hashlib.sha256(flat.astype("<u4")).hexdigest()
+    meta = {
+        "format": FORMAT,
+        "corpus": documents.identity,
+        "tokenizer": tokenizer.fingerprint,
+        "vocab_size": tokenizer.vocab_size,
+        "eot": tokenizer.eot,
+        "documents": len(lengths),
+        "left_out_without_tokens": len(documents) - len(lengths),
+        "tokens": len(flat),
+        "sha256": sha256,
+    }
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    half = pathlib.Path(tempfile.mkdtemp(prefix=".half-", dir=folder.parent))
+    try:
+        np.save(half / "tokens.npy", flat)
+        np.save(half / "starts.npy", starts)
+        (half / "meta.json").write_text(json.dumps(meta, indent=1))
+        half.chmod(0o755)  # mkdtemp's 0700 would shut others out of a shared cache
+        os.rename(half, folder)
+    except OSError:
+        if not folder.exists():  # else another process was faster, with the same content
+            raise
+    finally:
+        shutil.rmtree(half, ignore_errors=True)
+    logging.info("%s %s: %d documents, %d tokens", name, split, len(lengths), len(flat))
+
+
+def make_tokenizer(documents: Documents, kind: str, vocab_size: int, cache_dir) -> Tokenizer:
+    """The byte tokenizer, or the BPE of `vocab_size` ids trained on these documents (kept in the cache)."""
+    if kind == "bytes":
+        return Tokenizer()
+    key = _digest({"format": FORMAT, "corpus": documents.identity, "bpe": vocab_size})
+    path = pathlib.Path(cache_dir).expanduser() / "tokenizers" / f"{key}.json"
+    if path.exists():
+        return Tokenizer.load(path)
+    tokenizer = train_bpe((document["text"] for document in documents), vocab_size)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    tokenizer.save(path)
+    return tokenizer
+
+
+def _digest(content: dict) -> str:
+    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()[:32]
+
+
+def annotate(tokens_BU: np.ndarray, eot: int, packing: str) -> dict[str, np.ndarray]:
+    """A batch (arrays [B, T]) of rows [B, U] of int32 tokens.
+
+    'concatenated': documents run on; one segment (1), positions 0..T-1, every weight 1.
+    'packed': segments count the documents in the row from 1, positions restart in each (a document that began
+    before the row starts at 0 where the row does), and the first token of a document is never a target
+    (weight 0 where the input is EOT): nothing in its own document predicts it. An EOT belongs to the document
+    that it ends.
+    """
+    inputs_BT, targets_BT = tokens_BU[:, :-1], tokens_BU[:, 1:]
+    position_BT = np.broadcast_to(np.arange(inputs_BT.shape[1], dtype=np.int32), inputs_BT.shape)
+    starts_BT = np.zeros(inputs_BT.shape, bool)
+    weights_BT = np.ones(inputs_BT.shape, np.float32)
+    if packing == "packed":
+        starts_BT[:, 1:] = inputs_BT[:, :-1] == eot
+        weights_BT[inputs_BT == eot] = 0
+    start_BT = np.maximum.accumulate(np.where(starts_BT, position_BT, 0), axis=1)
+    segments_BT = 1 + np.cumsum(starts_BT, axis=1, dtype=np.int32)
+    return {
+        "inputs_BT": inputs_BT,
+        "targets_BT": targets_BT,
+        "weights_BT": weights_BT,
+        "positions_BT": position_BT - start_BT,
+        "segments_BT": segments_BT,
+    }
+
+
+@dataclasses.dataclass(frozen=True)
+class Bigram:
+    """A smoothed bigram model: p(b|a) = max(n_ab - d, 0) / n_a + d m_a / n_a p(b), absolute discounting
+    interpolated with the unigram p(b) = (n_b + 1) / (n + V) (Ney, Essen and Kneser 1994); m_a = different
+    successors of a. After an a never seen, p(b)."""
+
+    codes: np.ndarray  # sorted a V + b of the pairs seen
+    counts: np.ndarray
+    discount: float
+    vocab_size: int
+
+    @functools.cached_property
+    def _margins(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        first, second = np.divmod(self.codes, self.vocab_size)
+        total_V = np.bincount(first, self.counts, self.vocab_size)
+        different_V = np.bincount(first, minlength=self.vocab_size)
+        unigram_V = np.bincount(second, self.counts, self.vocab_size) + 1
+        return total_V, different_V, unigram_V / unigram_V.sum()
+
+    def loss(self, tokens_RU: np.ndarray) -> np.ndarray:
+        """-ln p(x_t|x_{t-1}), [R, T] in nats."""
+        total_V, different_V, unigram_V = self._margins
+        first_RT, second_RT = tokens_RU[:, :-1].astype(np.int64), tokens_RU[:, 1:]
+        code_RT = first_RT * self.vocab_size + second_RT
+        place_RT = np.minimum(np.searchsorted(self.codes, code_RT), len(self.codes) - 1)
+        count_RT = np.where(self.codes[place_RT] == code_RT, self.counts[place_RT], 0)
+        total_RT = total_V[first_RT]
+        seen_RT = (
+            np.maximum(count_RT - self.discount, 0)
+            + self.discount * different_V[first_RT] * unigram_V[second_RT]
+        )
+        return -np.log(np.where(total_RT > 0, seen_RT / np.maximum(total_RT, 1), unigram_V[second_RT]))
+
+
+def fit_bigram(flat: np.ndarray, vocab_size: int) -> Bigram:
+    """The bigram model of a token stream [n], n >= 2. Its discount (0.05, 0.10, .. 0.95) is the one that
+    predicts the last twentieth best when the counts are of the rest; the counts are then taken of the whole.
+    No validation token is used."""
+    cut = len(flat) - max(1, len(flat) // 20)
+    part = _pairs(flat[:cut], vocab_size)
+    candidates = (Bigram(*part, d / 100, vocab_size) for d in range(5, 100, 5))
+    best = min(candidates, key=lambda bigram: bigram.loss(flat[None, cut - 1 :]).mean())
+    return Bigram(*_pairs(flat, vocab_size), best.discount, vocab_size)
+
+
+def _pairs(flat: np.ndarray, vocab_size: int) -> tuple[np.ndarray, np.ndarray]:
+    return np.unique(flat[:-1].astype(np.int64) * vocab_size + flat[1:], return_counts=True)
+
+
+@dataclasses.dataclass(frozen=True)
+class TextData:
+    """Training rows, frozen evaluation rows and reference lines of one corpus. Everything is a pure function
+    of its arguments and these fields; no iterator, no state."""
+
+    tokenizer: Tokenizer
+    train: Stream
+    validation: Stream
+    length: int  # T
+    seed: int
+    packing: str
+    plateau = "bigram"  # which of `lines` is the loss of a model that does not use its context
+
+    @property
+    def num_rows(self) -> int:
+        """R, rows of one epoch."""
+        return (len(self.train.flat) - 1) // self.length
+
+    @functools.cached_property
+    def _order(self) -> grain.MapDataset:
+        # Shuffled before it is repeated: each epoch is a permutation of the rows, and a different one.
+        return grain.MapDataset.source(range(self.num_rows)).seed(self.seed).shuffle().repeat()
+
+    def rows(self, items: np.ndarray) -> dict[str, np.ndarray]:
+        """The batch (see `annotate`) of these items [B]: item s * B + r is row r of step s."""
+        rows_B = np.array([self._order[int(item)] for item in items], np.int64)
+        index_BU = rows_B[:, None] * self.length + np.arange(self.length + 1)
+        return self.batch(self.train.flat[index_BU].astype(np.int32))
+
+    def train_row(self, item: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """(tokens [U], positions [T], segments [T]) of one item."""
+        batch = self.rows(np.array([item]))
+        tokens_U = np.concatenate([batch["inputs_BT"][0], batch["targets_BT"][0, -1:]])
+        return tokens_U, batch["positions_BT"][0], batch["segments_BT"][0]
+
+    def batch(self, tokens_BU: np.ndarray) -> dict[str, np.ndarray]:
+        """The batch of any rows [B, U], by this run's packing."""
+        return annotate(tokens_BU, self.tokenizer.eot, self.packing)
+
+    def eval_rows(self, num: int, seed: int) -> np.ndarray:
+        """tokens [num, U] int32: different rows, each wholly inside a validation document, every possible
+        offset equally likely: rows that start where files start would measure licence-then-code, not context.
+        ConfigError when the validation documents have fewer than `num` such offsets."""
+        return self._inside(self.length + 1, num, seed, "config.data.length + 1", "config.data.eval_rows")
+
+    def repeated_spans(self, num: int, span: int, length: int, seed: int) -> np.ndarray:
+        """tokens [num, length] int32: `span` tokens from inside one validation document, repeated (the last
+        copy cut), for prefix matching on text as the model knows it. Unlike random blocks, a span may hold a
+        token twice. ConfigError as in `eval_rows`."""
+        spans = self._inside(span, num, seed, "the repeated span", "config.probes.repeats")
+        return spans[:, np.arange(length) % span]
+
+    def _inside(self, size: int, num: int, seed: int, size_name: str, num_name: str) -> np.ndarray:
+        lengths = self.validation.lengths
+        offsets_D = np.maximum(lengths - size + 1, 0)
+        total = int(offsets_D.sum())
+        if total < num:
+            raise ConfigError(
+                f"too little validation text: {num_name} = {num} rows of {size_name} = {size} tokens inside "
+                f"a document; the validation documents hold {total}, the longest has {lengths.max()} tokens"
+            )
+        drawn = np.random.default_rng(seed).choice(total, num, replace=False)
+        ends_D = np.cumsum(offsets_D)
+        document = np.searchsorted(ends_D, drawn, side="right")
+        first = self.validation.starts[document] + drawn - (ends_D - offsets_D)[document]
+        return self.validation.flat[first[:, None] + np.arange(size)].astype(np.int32)
+
+    @functools.cached_property
+    def _bigram(self) -> "Bigram":
+        return fit_bigram(self.train.flat[:BIGRAM_TOKENS], self.tokenizer.vocab_size)
+
+    def lines(self, tokens_RU: np.ndarray) -> dict[str, np.ndarray]:
+        """Losses [R, T] in nats of strategies that bound a model from above, on the same rows: 'uniform' (ln
+        V), 'unigram' (counts in the row so far) and 'bigram' (fitted on the training stream). Text has no
+        known optimum, so there is no 'bayes'."""
+        vocab_size = self.tokenizer.vocab_size
+        uniform_RT = np.full(tokens_RU[:, 1:].shape, np.log(vocab_size))
+        return {
+            "uniform": uniform_RT,
+            "unigram": optimum.best_unigram(tokens_RU, vocab_size),
+            "bigram": self._bigram.loss(tokens_RU),
+        }
+
+    def describe(self) -> str:
+        """One line for the start of a run: sizes, packing, and what is dropped."""
+        dropped = len(self.train.flat) - 1 - self.num_rows * self.length
+        return (
+            f"text: {len(self.train.flat):,} training tokens in {len(self.train.lengths):,} documents, "
+            f"{self.num_rows:,} {self.packing} rows of {self.length} an epoch ({dropped} tokens dropped); "
+            f"{len(self.validation.flat):,} validation tokens; vocabulary {self.tokenizer.vocab_size}"
+        )
+
+
+def open_text(data: DataConfig, seed: int, tokenizer: Tokenizer | None = None) -> TextData:
+    """Prepares what is not in `data.cache_dir` yet (dataset, tokenizer, tokens) and opens it.
+
+    `tokenizer`: the one of an existing run, else `data.tokenizer` and `data.vocab_size` make one. `seed`
+    orders the training rows; it moves neither the split nor the tokenizer. ConfigError when the dataset
+    cannot be opened, the cache cannot be written, or there are fewer rows than one batch.
+    """
+    cache_dir = pathlib.Path(data.cache_dir).expanduser()
+    try:
+        splits = [open_documents(data.dataset, cache_dir / "tfds", name) for name in ("train", "validation")]
+        if tokenizer is None:
+            tokenizer = make_tokenizer(splits[0], data.tokenizer, data.vocab_size, cache_dir)
+        streams = [tokenise(documents, tokenizer, cache_dir) for documents in splits]
+    except OSError as error:
+        reason = str(error).splitlines()[0]
+        raise ConfigError(f"config.data.cache_dir = {data.cache_dir!r}: cannot be used ({reason})") from error
+    text = TextData(tokenizer, *streams, length=data.length, seed=seed, packing=data.packing)
+    if text.num_rows < data.batch_size:
+        raise ConfigError(
+            f"config.data.dataset = {data.dataset!r} has {len(text.train.flat)} training tokens, "
+            f"{text.num_rows} rows of config.data.length = {data.length}: fewer than "
+            f"config.data.batch_size = {data.batch_size}"
+        )
+    logging.info("%s", text.describe())
+    return text

@@ -1,0 +1,133 @@
+"""The run folder: it explains itself. Config, environment, and what a resumed run may and may not change.
+
+    config.json       the resolved config           environment.json  versions, devices, mesh, commit
+    tokenizer.json    of a text run                 metrics.jsonl     one event a line
+    probes/           one .npz per full panel       checkpoints/      parameters, optimizer, meta
+    summary.json      the final figures             plots/
+"""
+import importlib.metadata
+import json
+import os
+import pathlib
+import platform
+import subprocess
+import sys
+import tempfile
+
+import jax
+
+from mha_jax import config as configs
+from mha_jax.config import Config, ConfigError
+
+DEFINITIONS = "1"  # version of what every printed number means; raised when a definition changes
+
+# What a resumed run may change; anything else would make it another run.
+FREE = ("name", "steps", "steps_per_call", "mesh.", "tracking.", "checkpoint.", "probes.panel", "data.cache_dir")
+
+
+def absolute(path) -> pathlib.Path:
+    """The one spelling of a folder: ~ and links resolved (Orbax refuses relative paths, late and in a thread)."""
+    return pathlib.Path(path).expanduser().resolve()
+
+
+def write_atomically(path: pathlib.Path, text: str):
+    """The whole file or the old one, never half."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.NamedTemporaryFile("w", dir=path.parent, prefix=f".{path.name}.", delete=False) as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(file.name, path)
+
+
+def write_json(path: pathlib.Path, value):
+    """JSON, indented, written atomically."""
+    write_atomically(path, json.dumps(value, indent=2) + "\n")
+
+
+def read_config(workdir: pathlib.Path) -> Config:
+    """The config a run was started with. ConfigError when the folder holds no run, or one of another version."""
+    path = workdir / "config.json"
+    if not path.is_file():
+        raise ConfigError(f"--workdir={workdir}: not a run folder, it has no config.json")
+    try:
+        return configs.from_dict(json.loads(path.read_text()))
+    except ConfigError as error:
+        versions = json.loads((workdir / "environment.json").read_text())["versions"]
+        raise ConfigError(f"{path} was written by mha_jax {versions['mha_jax']}: {error}") from None
+
+
+def differences(old: Config, new: Config) -> dict[str, tuple]:
+    """{key: (old, new)} of every field in which two configs differ."""
+    a, b = configs.flat(old), configs.flat(new)
+    return {k: (a[k], b[k]) for k in a if a[k] != b[k]}
+
+
+def check_same_run(workdir: pathlib.Path, new: Config, params_only: bool) -> list[str]:
+    """Warnings for a resumed run whose config changed harmlessly; ConfigError listing what would make it another.
+
+    params_only: a fresh optimizer is wanted, so optimizer settings and the seed may differ too.
+    """
+    changed = differences(read_config(workdir), new)
+    free = FREE + (("optimizer.", "seed") if params_only else ())
+    fatal = {k: v for k, v in changed.items() if not k.startswith(free)}
+    if fatal:
+        listed = "; ".join(f"config.{k} was {a!r}, is {b!r}" for k, (a, b) in fatal.items())
+        hint = " (--restore=params keeps the parameters and starts a fresh optimizer)" if all(
+            k.startswith("optimizer.") for k in fatal) else ""  # fmt: skip
+        raise ConfigError(f"--workdir={workdir} holds another run: {listed}; choose another folder{hint}")
+    out = []
+    if "steps" in changed:
+        old, now = changed["steps"]
+        out.append(f"config.steps was {old} and is now {now}: the learning rate follows the new total, {now}")
+    return out
+
+
+def check_same_optimizer(meta: dict, new: Config):
+    """ConfigError when a checkpoint's optimizer state belongs to other settings than the run now has.
+
+    config.json cannot tell: a run continued with --restore=params and stopped before its first save has replaced it.
+    """
+    changed = differences(configs.from_dict(meta["config"]), new)
+    listed = "; ".join(f"config.{k} was {a!r}, is {b!r}" for k, (a, b) in changed.items() if k.startswith("optimizer."))
+    if listed:
+        raise ConfigError(f"the optimizer state of checkpoint {meta['step']} was made under other settings: {listed} "
+                          "(--restore=params keeps the parameters and starts a fresh optimizer)")  # fmt: skip
+
+
+def environment(mesh) -> dict:
+    """What the run ran on: versions, devices, mesh, commit."""
+    names = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "tensorflow-datasets", "grain", "tokenizers",
+             "numpy")  # fmt: skip
+    devices = jax.devices()
+    return {
+        "versions": {n: importlib.metadata.version(n) for n in names} | {"mha_jax": version()},
+        "python": sys.version.split()[0],
+        "machine": platform.platform(),
+        "platform": devices[0].platform,
+        "device_kind": devices[0].device_kind,
+        "device_count": len(devices),
+        "process_count": jax.process_count(),
+        "mesh": dict(mesh.shape),
+        "commit": _commit(),
+        "command": sys.argv,
+    }
+
+
+def version() -> str:
+    """The project's version, from pyproject.toml beside the package."""
+    import tomllib
+
+    project = pathlib.Path(__file__).parents[2] / "pyproject.toml"
+    return tomllib.loads(project.read_text())["project"]["version"]
+
+
+def _commit() -> str | None:
+    root = pathlib.Path(__file__).parents[2]
+    git = ["git", "-C", str(root)]
+    try:
+        head = subprocess.run([*git, "rev-parse", "HEAD"], capture_output=True, text=True, check=True).stdout.strip()
+        dirty = subprocess.run([*git, "status", "--porcelain"], capture_output=True, text=True, check=True).stdout
+    except (OSError, subprocess.CalledProcessError):
+        return None
+    return head + ("-dirty" if dirty.strip() else "")

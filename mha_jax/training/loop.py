@@ -1,0 +1,290 @@
+"""The training loop: device calls of several steps, cut wherever something is due, and nothing lost between.
+
+Step k names the parameters after k updates. Train lines at k belong to the update applied to them (0..N-1);
+probes, evaluations and checkpoints stand at 0..N.
+"""
+import dataclasses
+import pathlib
+import time
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from mha_jax import config as configs
+from mha_jax.config import Config, ConfigError
+from mha_jax.data.source import make_source
+from mha_jax.data.tokenizer import Tokenizer
+from mha_jax.layout import replicated, residual_sharding
+from mha_jax.model import transformer
+from mha_jax.probes.panel import Panel, Reading
+from mha_jax.schedule import Schedule
+from mha_jax.training import folder, sharding, state, step, summary
+from mha_jax.training.checkpoint import Checkpoints
+from mha_jax.training.console import Console
+from mha_jax.training.signals import EXIT, Stop
+from mha_jax.training.tracking import Tracker, drop_after, read_metrics, variant
+
+
+class NonFinite(RuntimeError):
+    """A loss or gradient was not finite; the message names the step, `step`. Parameters stay those before it."""
+
+    def __init__(self, message: str, step: int):
+        super().__init__(message)
+        self.step = step
+
+
+class Stopped(SystemExit):
+    """SIGTERM was obeyed: state saved, exit code 143."""
+
+
+@dataclasses.dataclass
+class Progress:
+    """What a run has counted. `step` and `tokens` are exact; seconds exclude compilation."""
+
+    step: int = 0
+    tokens: int = 0
+    seconds: float = 0.0
+    probe_seconds: float = 0.0
+    compile_seconds: float = 0.0
+
+
+def train(config: Config, workdir, *, restore: str = "state", draw=None, console: Console | None = None) -> dict:
+    """Trains a resolved config in a run folder, resuming what is there; returns the summary.
+
+    restore: 'state' continues exactly; 'params' takes parameters alone and starts a fresh optimizer at their step.
+    draw: function of the folder returning {name: picture}, called at the end. ConfigError for what does not fit
+    together, NonFinite, CheckpointError, Stopped.
+    """
+    return Training(config, folder.absolute(workdir), restore, console or Console(jax.process_index() == 0)).run(draw)
+
+
+class Training:
+    """One run in progress: what `train` sets up and steps through."""
+
+    def __init__(self, config: Config, workdir: pathlib.Path, restore: str, console: Console):
+        self.config, self.workdir, self.console = config, workdir, console
+        self.stop = Stop()
+        self.mesh = sharding.make_mesh(config)
+        resumes = (workdir / "config.json").exists()
+        for warning in folder.check_same_run(workdir, config, restore == "params") if resumes else []:
+            console.say(f"warning: {warning}")
+        devices = jax.devices()
+        console.say(f"{config.name}: {variant(config.model)}, {transformer.count_params(config.model):,} parameters, "
+                    f"on {len(devices)} {devices[0].platform} device(s) ({devices[0].device_kind}), mesh "
+                    f"{dict(self.mesh.shape)}")  # fmt: skip
+        if config.model.num_kv_heads % config.mesh.tensor:
+            console.say(f"K/V are replicated: config.model.num_kv_heads = {config.model.num_kv_heads} does not divide "
+                        f"by config.mesh.tensor = {config.mesh.tensor}")  # fmt: skip
+        # A resumed run keeps its own tokenizer: one trained again on another corpus would change every token.
+        own = workdir / "tokenizer.json"
+        self.source = make_source(config, self.mesh, Tokenizer.load(own) if resumes and own.exists() else None)
+        console.say(f"data: {self.source.description}")
+        self.panel = Panel(config, self.source, self.mesh)
+        self.checkpoints = Checkpoints(workdir, config.checkpoint, config.steps)
+        self.panel_schedule = Schedule.parse(config.probes.panel)
+        self.save_schedule = Schedule.parse(config.checkpoint.save)
+        self.progress = Progress()
+        self._restore_or_init(restore)
+        changed = resumes and bool(folder.differences(folder.read_config(workdir), config))
+        self.saved_at = self.progress.step if resumes and self.checkpoints.steps() else None
+        seen = drop_after(workdir, self.progress.step) if resumes else -1
+        if jax.process_index() == 0:
+            folder.write_json(workdir / "config.json", configs.to_dict(config))
+            folder.write_json(workdir / "environment.json", folder.environment(self.mesh))
+            if self.source.tokenizer is not None:
+                self.source.tokenizer.save(workdir / "tokenizer.json")
+        self.tracker = Tracker(workdir, config, console.say, process=jax.process_index(), seen=seen, changed=changed)
+
+    def _restore_or_init(self, restore: str):
+        abstract = state.abstract_state(self.config, self.mesh)
+        wanted = ("params", "optimizer") if restore == "state" else ("params",)
+        found = self.checkpoints.restore_newest(
+            {name: abstract[name] for name in wanted}, lambda m: self.console.say(f"warning: {m}")
+        )
+        if found is None:
+            if restore == "params":
+                raise ConfigError(f"--restore=params: {self.checkpoints.folder} has no checkpoint to take them from")
+            self.state = state.sharded_init(self.config, self.mesh)
+            return
+        at, items, meta = found
+        if at > self.config.steps:
+            raise ConfigError(f"config.steps = {self.config.steps} is less than the saved step {at} in "
+                              f"{self.checkpoints.folder}")  # fmt: skip
+        if restore == "state":
+            folder.check_same_optimizer(meta, self.config)
+        scalar = lambda x: jax.device_put(jnp.int32(x), replicated(self.mesh))  # noqa: E731
+        if restore == "params":
+            moments = state.sharded_init(self.config, self.mesh)["optimizer"]
+            # The learning rate stands where the step does; Adam's own count, in "0", begins at 0 with its moments.
+            adamw = moments["1"] | {"2": {"count": scalar(at)}}
+            items = items | {"optimizer": moments | {"1": adamw}}
+        self.state = items | {"step": scalar(at), "failed_at": scalar(-1)}
+        self.progress = Progress(at, meta["tokens"], meta["seconds"], meta["probe_seconds"], meta["compile_seconds"])
+        how = "parameters alone, with a fresh optimizer" if restore == "params" else "exactly"
+        self.console.say(f"resumes {how} from step {at}")
+
+    def run(self, draw) -> dict:
+        """Everything from here to the summary."""
+        exit_code = 1  # unless something below says otherwise
+        try:
+            self._compile()
+            self._loop()
+            self.stop.close()
+            out = self._finish(draw)
+            exit_code = 0
+            return out
+        except NonFinite as error:
+            self.tracker.log(error.step, self.progress.tokens, self.progress.seconds, {"failed_at": error.step})
+            raise
+        except Stopped:
+            exit_code = EXIT
+            raise
+        finally:
+            self.console.close()
+            self.stop.close()
+            self.tracker.close(exit_code)
+
+    def _loop(self):
+        self.console.start(self.progress.step, self.config.steps)
+        self.events = read_metrics(self.workdir)
+        self.reading: Reading | None = None
+        self._pending = None
+        self._clock = time.perf_counter()
+        while True:
+            self._do_what_is_due()
+            if self.progress.step == self.config.steps:
+                return
+            if self.stop.asked():
+                self._flush()
+                if self.saved_at != self.progress.step:
+                    self._save(None)
+                raise Stopped(EXIT)
+            self._advance()
+
+    def _compile(self):
+        begin = time.perf_counter()
+        c = self.config
+        self.console.say("compiling")
+        graph = transformer.graphdef(c.model)
+        batches = self.source.batches(self.progress.step, 1)
+        self._train_steps = step.compile_train_steps(
+            c, graph, state.abstract_state(c, self.mesh), batches, self.mesh, residual_sharding(self.mesh)
+        )
+        self.panel.compile(self.state["params"])
+        self.progress.compile_seconds += time.perf_counter() - begin
+
+    def _is_full(self, at: int) -> bool:
+        last = self.config.steps
+        return at == last or self.panel_schedule.is_due(at, last) or self.save_schedule.is_due(at, last)
+
+    def _do_what_is_due(self):
+        at, last = self.progress.step, self.config.steps
+        light = at % self.config.probes.induction_every == 0 and not self.settled
+        done = [e for e in self.events if e["step"] == at]  # a resumed run may have probed here already
+        if self._is_full(at):
+            self._flush()
+            self._probe(self.panel.measure, full=True, log=not any("eval/loss" in e for e in done))
+        elif light and not done:
+            self._flush()
+            self._probe(self.panel.induction, full=False, log=True)
+        if self.save_schedule.is_due(at, last) and self.saved_at != at:
+            self._save(self.reading.values["eval/loss"])
+
+    @property
+    def settled(self) -> bool:
+        return summary.settled(self.events)
+
+    def _advance(self):
+        """Dispatches the steps up to whatever is due next, then reads the metrics of the call before."""
+        at, last = self.progress.step, self.config.steps
+        until = min(self.panel_schedule.next_due(at, last), self.save_schedule.next_due(at, last))
+        if not self.settled:
+            every = self.config.probes.induction_every
+            until = min(until, (at // every + 1) * every)
+        count = min(self.config.steps_per_call, until - at)
+        batches = self.source.batches(at, count)
+        self.state, metrics = self._train_steps(self.state, batches, jnp.int32(count))
+        waiting, self._pending = self._pending, (at, count, metrics)
+        self.progress.step = at + count
+        self._log_train(waiting)
+        self.stop.started()
+
+    def _flush(self):
+        """Reads what is still pending, so that nothing is logged, probed or saved past a bad step."""
+        waiting, self._pending = self._pending, None
+        self._log_train(waiting)
+        jax.block_until_ready(self.state)
+        self._tick()
+
+    def _tick(self):
+        now = time.perf_counter()
+        self.progress.seconds += now - self._clock
+        self._clock = now
+
+    def _log_train(self, waiting):
+        if waiting is None:
+            return
+        at, count, metrics = waiting
+        metrics = np.asarray(metrics)[:count]
+        self._tick()
+        for i, row in enumerate(metrics):
+            values = dict(zip(step.METRICS, map(float, row), strict=True))
+            bad = not np.isfinite(row[:2]).all()
+            if bad or (at + i) % self.config.tracking.log_every == 0:
+                logged = {k: v for k, v in values.items() if k != "train/tokens"}
+                self.tracker.log(at + i, self.progress.tokens, self.progress.seconds, logged)
+            if bad:
+                saved = max(self.checkpoints.steps(), default=None)
+                last = "there is no checkpoint" if saved is None else f"the last checkpoint is step {saved}"
+                raise NonFinite(f"step {at + i}: loss {values['train/loss']}, gradient norm "
+                                f"{values['train/grad_norm']}; nothing was updated from there on, {last}", at + i)
+            self.progress.tokens += int(values["train/tokens"])
+
+    def _probe(self, measure, full: bool, log: bool):
+        begin = time.perf_counter()
+        reading = measure(self.state["params"])
+        self.progress.probe_seconds += time.perf_counter() - begin
+        self._tick()
+        p, values = self.progress, dict(reading.values)
+        if full:
+            self.reading = reading
+            rate = {"perf/probe_share": p.probe_seconds / max(p.seconds, 1e-9),
+                    "perf/tokens_per_second": p.tokens / max(p.seconds, 1e-9)}  # fmt: skip
+            values |= (self.panel.limits if p.step == 0 else {}) | rate
+        if log:
+            self.events.append({"step": p.step} | values)
+            if full:  # before the line, so that a line always has its arrays
+                self.tracker.arrays(p.step, reading.arrays)
+            self.tracker.log(p.step, p.tokens, p.seconds, values)
+        self._show(full)
+
+    def _show(self, full: bool):
+        p, values = self.progress, self.reading.values if self.reading else {}
+        strongest = self.events[-1] if self.events and "induction/max" in self.events[-1] else values
+        name = next((k[10:] for k, v in strongest.items() if k.startswith("induction/L")
+                     and v == strongest.get("induction/max")), "-")  # fmt: skip
+        rate = p.tokens / max(p.seconds, 1e-9)
+        left = (self.config.steps - p.step) * p.seconds / p.step if p.step else 0.0
+        numbers = {"loss": f"{values['eval/loss']:.3f}", "ICL": f"{values['icl/score']:+.3f}"} if values else {}
+        numbers |= {name: f"{strongest.get('induction/max', float('nan')):.2f}", "tok/s": f"{rate:,.0f}"}
+        self.console.show(p.step, self.config.steps, numbers, left, full)
+
+    def _save(self, eval_loss: float | None):
+        p = self.progress
+        meta = {"tokens": p.tokens, "seconds": p.seconds, "probe_seconds": p.probe_seconds,
+                "compile_seconds": p.compile_seconds, "config": configs.to_dict(self.config)}  # fmt: skip
+        self.checkpoints.save(p.step, self.state, meta, eval_loss)
+        self.saved_at = p.step
+
+    def _finish(self, draw) -> dict:
+        p = self.progress
+        totals = {"steps": p.step, "tokens": p.tokens, "seconds": p.seconds, "compile_seconds": p.compile_seconds,
+                  "tokens_per_second": p.tokens / max(p.seconds, 1e-9),
+                  "probe_share": p.probe_seconds / max(p.seconds, 1e-9),
+                  "num_params": transformer.count_params(self.config.model)}  # fmt: skip
+        out = summary.summarise(self.config, self.events, self.panel, self.reading, totals)
+        self.tracker.summary(out)
+        if draw is not None and self.tracker.active:
+            self.tracker.images(p.step, draw(self.workdir))
+        return out

@@ -1,0 +1,97 @@
+"""The final figures of a run, computed from its events alone, so that a resumed run reports what it would have."""
+from mha_jax.config import Config
+from mha_jax.probes import formation as formations
+from mha_jax.probes import icl
+from mha_jax.training.folder import DEFINITIONS
+
+FOLLOW = 20  # probes at or above the threshold after which a formation needs no close watch any more
+
+
+def series(events: list[dict], key: str) -> tuple[list[int], list[float]]:
+    """(steps, values) of one metric; a value that was not finite is NaN."""
+    found = {e["step"]: e[key] for e in events if key in e}
+    return list(found), [float("nan") if v is None else v for v in found.values()]
+
+
+def settled(events: list[dict]) -> bool:
+    """Whether an induction head has formed and been seen for FOLLOW probes."""
+    return sum(v >= formations.FORMED for v in series(events, "induction/strength")[1]) >= FOLLOW
+
+
+def formation_of(events: list[dict], panel) -> tuple[formations.Formation, int | None]:
+    """(formation of the strongest head, loss midpoint step) of a run."""
+    formed = formations.formation(*series(events, "induction/strength"))
+    plateau = panel.limits.get(f"limit/{panel.evaluation.plateau}")
+    midpoint = formations.loss_midpoint(*series(events, "eval/loss"), plateau, panel.limits.get("limit/bayes"))
+    return formed, midpoint
+
+
+def summarise(config: Config, events: list[dict], panel, reading, totals: dict) -> dict:
+    """summary.json: `reading` is the last panel's, `totals` what the loop counted (steps, tokens, seconds, ...)."""
+    values = reading.values
+    formed, midpoint = formation_of(events, panel)
+    best = max(((v, k.partition("/")[2]) for k, v in values.items() if k.startswith("induction/L")), default=None)
+    strongest = [k.partition("/")[2] for k, v in values.items()
+                 if k.startswith("induction/L") and v == values.get("induction/max")]  # fmt: skip
+    e = panel.evaluation
+    return totals | {
+        "name": config.name,
+        "final_eval_loss": values["eval/loss"],
+        "bayes_loss": panel.limits.get("limit/bayes"),
+        "plateau": e.plateau,
+        "limits": {k.partition("/")[2]: v for k, v in panel.limits.items() if k.startswith("limit/")},
+        "parts": {k.partition("/")[2]: v for k, v in values.items() if k.startswith("eval/") and k != "eval/loss"},
+        "icl_score": values["icl/score"],
+        "icl_score_se": values["icl/score_se"],
+        "icl_positions": icl.windows_text(e.early_RT, e.late_RT),
+        "icl_unigram": panel.limits.get("icl/unigram"),
+        "icl_bayes": panel.limits.get("icl/bayes"),
+        "learns_in_context": learns_in_context(values, panel.limits),
+        "packing": config.data.packing if config.data.task == "text" else None,
+        "induction": {
+            "best_head": strongest[0] if best else None,
+            "score": values.get("induction/max"),
+            "chance": values.get("induction/chance"),
+            "strength": values.get("induction/strength"),
+            "probe": panel.source.induction_probe,
+            "periods": list(panel.repeats["induction"][0]),
+            "heads": [f"L{layer}H{head}" for layer, head in panel.induction_heads(reading.arrays)],
+            "formation_step": formed.step,
+            "formation_bracket": formed.bracket,
+            "formation_width": formed.width,
+            "formation_rise": formed.rise,
+            "censored_at": formed.censored_at,
+            "unstable": formed.unstable,
+            "loss_midpoint_step": midpoint,
+            "midpoint_gap": formations.midpoint_gap(midpoint, formed),
+        },
+        "definitions": DEFINITIONS,
+    }
+
+
+def learns_in_context(values: dict, limits: dict) -> bool:
+    """Claimed only below the in-context unigram's score: counting tokens lowers the loss late in a row too."""
+    return values["icl/score"] + 2 * values["icl/score_se"] < limits["icl/unigram"]
+
+
+def describe(s: dict) -> list[str]:
+    """What the run found, in a few lines for people."""
+    bayes, ind = s["bayes_loss"], s["induction"]
+    against = f"Bayes {bayes:.4f}, {s['final_eval_loss'] - bayes:+.4f}" if bayes is not None else \
+        f"{s['plateau']} line {s['limits'][s['plateau']]:.4f}"  # fmt: skip
+    lines = [f"loss: {s['final_eval_loss']:.4f} nats ({against})"]
+    lines += [f"  {name.replace('_', ' ')}: {loss:.4f}" for name, loss in s["parts"].items()]
+    claim = "below it: learns in context" if s["learns_in_context"] else "not below it: counting tokens explains it"
+    packing = f", rows {s['packing']}" if s["packing"] else ""
+    lines.append(f"ICL score: {s['icl_score']:+.4f} ± {s['icl_score_se']:.4f} nats, late minus early{packing} "
+                 f"(in-context unigram {s['icl_unigram']:+.4f}; {claim})")  # fmt: skip
+    if ind["best_head"]:
+        lines.append(f"best head: {ind['best_head']}, prefix matching {ind['score']:.3f} (chance {ind['chance']:.3f}) "
+                     f"on {ind['probe']}; induction heads: {', '.join(ind['heads']) or 'none'}")  # fmt: skip
+    bracket = tuple(ind["formation_bracket"]) if ind["formation_bracket"] else None
+    formed = formations.Formation(ind["formation_step"], bracket, ind["formation_rise"], ind["censored_at"],
+                                  ind["unstable"])  # fmt: skip
+    lines.append(formations.describe(formed, ind["loss_midpoint_step"]))
+    lines.append(f"speed: {s['tokens_per_second']:,.0f} tokens/s, {s['probe_share']:.1%} of the time in probes, "
+                 f"{s['seconds']:.0f} s and {s['compile_seconds']:.0f} s compiling")  # fmt: skip
+    return lines

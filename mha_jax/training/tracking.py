@@ -1,0 +1,185 @@
+"""metrics.jsonl and probes/*.npz are the truth; Weights & Biases is a view that can never hurt the run."""
+import functools
+import json
+import math
+import netrc
+import os
+import pathlib
+import threading
+
+import numpy as np
+
+from mha_jax import config as configs
+from mha_jax.config import Config
+from mha_jax.training.folder import write_atomically, write_json
+
+
+def variant(cfg) -> str:
+    """'MHA', 'MQA' or 'GQA-2' (two KV heads) of a ModelConfig."""
+    if cfg.num_kv_heads == cfg.num_heads:
+        return "MHA"
+    return "MQA" if cfg.num_kv_heads == 1 else f"GQA-{cfg.num_kv_heads}"
+
+
+def read_metrics(workdir: pathlib.Path) -> list[dict]:
+    """The events of a run in order; a last line cut short by a kill is left out."""
+    path = workdir / "metrics.jsonl"
+    if not path.exists():
+        return []
+    out = []
+    lines = path.read_text().splitlines()
+    for i, line in enumerate(lines):
+        try:
+            out.append(json.loads(line))
+        except ValueError:
+            if i < len(lines) - 1:
+                raise ValueError(f"{path}, line {i + 1}: not JSON") from None
+    return out
+
+
+def drop_after(workdir: pathlib.Path, step: int) -> int:
+    """Rewinds a run folder to the parameters after `step` updates; returns the last step it had spoken of.
+
+    Train and failure lines belong to the update that follows their step, so those of `step` go too.
+    """
+    events = read_metrics(workdir)
+    kept = [e for e in events if e["step"] < step or (e["step"] == step and not {"train/loss", "failed_at"} & set(e))]
+    write_atomically(workdir / "metrics.jsonl", "".join(json.dumps(e) + "\n" for e in kept))
+    for path in (workdir / "probes").glob("*.npz"):
+        if int(path.stem) > step:
+            path.unlink()
+    return max((e["step"] for e in events), default=-1)
+
+
+class Tracker:
+    """Writes one run's events; on processes other than 0 it does nothing."""
+
+    def __init__(self, workdir: pathlib.Path, config: Config, say, *, process: int = 0, seen: int = -1,
+                 changed: bool = False):  # fmt: skip
+        """seen: last step that W&B already has (a resumed run repeats some). changed: config differs from then."""
+        self.active = process == 0
+        self.workdir = workdir
+        # Without an id no W&B run has got anything yet, whatever the events say.
+        self.seen = -1 if changed or not _id_file(workdir).exists() else seen
+        self._file = self._wandb = None
+        if self.active:
+            workdir.mkdir(parents=True, exist_ok=True)
+            (workdir / "probes").mkdir(exist_ok=True)
+            self._file = open(workdir / "metrics.jsonl", "a")  # noqa: SIM115
+            self._wandb = _start_wandb(workdir, config, say, new=changed)
+            self._timeout, self._say = config.tracking.timeout, say
+
+    def log(self, step: int, tokens: int, seconds: float, values: dict):
+        """One event. Values are numbers; one that is not finite is written as null."""
+        if not self.active:
+            return
+        numbers = {k: _number(v) for k, v in values.items()}
+        line = {"step": step, "tokens": tokens, "seconds": round(seconds, 3)} | numbers
+        self._file.write(json.dumps(line) + "\n")
+        self._file.flush()
+        self._send(step, {k: v for k, v in line.items() if v is not None})
+
+    def arrays(self, step: int, values: dict[str, np.ndarray]):
+        """probes/{step}.npz, whole or not at all."""
+        if not self.active:
+            return
+        path = self.workdir / "probes" / f"{step:06d}.npz"
+        temporary = path.with_suffix(".tmp")
+        with open(temporary, "wb") as file:
+            np.savez(file, step=step, **values)
+        os.replace(temporary, path)
+
+    def images(self, step: int, paths: dict[str, pathlib.Path]):
+        """Pictures for W&B; they are files of the run folder already."""
+        if self._wandb is not None:
+            def send():
+                import wandb
+
+                self._wandb.log({"step": step} | {name: wandb.Image(str(path)) for name, path in paths.items()})
+
+            self._guard(send)
+
+    def summary(self, values: dict):
+        """summary.json, and W&B's summary."""
+        if not self.active:
+            return
+        write_json(self.workdir / "summary.json", values)
+        if self._wandb is not None:
+            self._guard(lambda: self._wandb.summary.update(values))
+
+    def close(self, exit_code: int = 0):
+        """Ends the W&B run, waiting no longer than `tracking.timeout`. exit_code: 0, or why the run did not end."""
+        if not self.active:
+            return
+        self._file.close()
+        if self._wandb is not None:
+            finish = functools.partial(self._wandb.finish, exit_code=exit_code)
+            thread = threading.Thread(target=self._guard, args=(finish,), daemon=True)
+            thread.start()
+            thread.join(self._timeout)
+            if thread.is_alive():
+                self._say(f"W&B did not finish within {self._timeout:.0f} s; {self.workdir} holds everything")
+
+    def _send(self, step: int, values: dict):
+        if self._wandb is not None and step > self.seen:
+            self._guard(lambda: self._wandb.log(values))
+
+    def _guard(self, action):
+        try:
+            action()
+        except Exception as error:
+            self._say(f"W&B is off from here on: {type(error).__name__}: {error}")
+            self._wandb = None
+
+
+def _number(value):
+    value = float(value)
+    if not math.isfinite(value):
+        return None
+    return int(value) if value.is_integer() and abs(value) < 2**53 else value
+
+
+def _has_key() -> bool:
+    """Whether W&B would know who we are, found out without importing it or asking anybody."""
+    if os.environ.get("WANDB_API_KEY"):
+        return True
+    try:
+        hosts = netrc.netrc().hosts
+    except (OSError, netrc.NetrcParseError):
+        return False
+    return any("wandb" in host for host in hosts)
+
+
+def _id_file(workdir: pathlib.Path) -> pathlib.Path:
+    return workdir / "wandb_id.txt"
+
+
+def _start_wandb(workdir: pathlib.Path, config: Config, say, new: bool):
+    cfg = config.tracking
+    mode = cfg.wandb
+    if mode == "auto":
+        mode = "online" if _has_key() else "disabled"
+        if mode == "disabled":
+            say("W&B: no key found, so off; metrics.jsonl has everything (tracking.wandb = online | offline to change)")
+    if mode == "disabled":
+        return None
+    kind, task = variant(config.model), config.data.task
+    id_file = _id_file(workdir)
+    try:
+        import wandb
+
+        run_id = id_file.read_text().strip() if id_file.exists() and not new else wandb.util.generate_id()
+        run = wandb.init(
+            project=cfg.project, entity=cfg.entity, group=cfg.group or f"{task}-{kind}", name=config.name, id=run_id,
+            resume="allow", mode=mode, dir=str(workdir), tags=[kind, task, f"{config.model.num_layers}L"],
+            config={k: str(v) if isinstance(v, tuple) else v for k, v in configs.flat(config).items()},
+            settings=wandb.Settings(init_timeout=cfg.timeout, console="off", silent=True),
+        )  # fmt: skip
+        run.define_metric("step")
+        run.define_metric("*", step_metric="step")
+        write_atomically(id_file, run_id + "\n")
+        return run
+    except Exception as error:
+        say(f"W&B is off: {type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}; "
+            "metrics.jsonl has everything")  # fmt: skip
+        return None
