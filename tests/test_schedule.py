@@ -45,8 +45,8 @@ def test_next_due_is_the_first_due_step_after(text, last):
 
 
 @pytest.mark.parametrize("text", [
-    "", "0", "-5", "ten", "3.5", "every:5", "log", "log:", "log:0", "log:-2", "log:x", "at:", "at", "at:1,,2", "at:-1,5",
-    "at:1;2", "never:5", "Never", "all",
+    "", "0", "-5", "ten", "3.5", "every:5", "log", "log:", "log:0", "log:-2", "log:x", "at:", "at", "at:1,,2",
+    "at:-1,5", "at:1;2", "never:5", "Never", "all",
 ])  # fmt: skip
 def test_what_is_not_a_schedule(text):
     with pytest.raises(ValueError, match=r"'N' .*'log:N'.*'at:A,B,C'.*'never'") as error:

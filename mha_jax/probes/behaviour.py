@@ -31,7 +31,9 @@ def first_token(pattern_LBNTS):
 
 def confidence(pattern_LBNTS):
     """[L, N]: mean over queries of the largest weight (Voita et al. 2019)."""
-    return pattern_LBNTS[..., 1:, :].astype(jnp.float32).max(-1).mean((1, 3))
+    rows = pattern_LBNTS[..., 1:, :].astype(jnp.float32)
+    # Compiled for CPU, a maximum can lose a NaN: a removed head must stay one.
+    return jnp.where(jnp.isnan(rows[..., 0]), jnp.nan, rows.max(-1)).mean((1, 3))
 
 
 def duplicate_token(pattern_LBNTS, tokens_BT):

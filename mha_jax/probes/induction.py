@@ -7,7 +7,6 @@ scores 1. A removed head is NaN and stays NaN; nothing here lets it reach anothe
 """
 from typing import NamedTuple
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 
@@ -124,27 +123,26 @@ class PrefixMatching(NamedTuple):
     during training.
     """
 
-    score_LN: jax.Array
-    mean_LN: jax.Array
-    strength_LN: jax.Array
-    chance_LN: jax.Array
+    score_LN: np.ndarray
+    mean_LN: np.ndarray
+    strength_LN: np.ndarray
+    chance_LN: np.ndarray
 
 
 def prefix_matching(scores_PLN, chance_P):
-    """`PrefixMatching` from the scores at P repeat lengths and the chance level on the tokens of each."""
-    chance_P = jnp.asarray(chance_P)
+    """`PrefixMatching` from the scores at P repeat lengths and the chance level on the tokens of each (host)."""
+    scores_PLN, chance_P = np.asarray(scores_PLN), np.asarray(chance_P)
     strength_PLN = strength(scores_PLN, chance_P[:, None, None])
     strength_LN = strength_PLN.min(0)
-    chance_LN = jnp.where(jnp.isnan(strength_LN), jnp.nan, chance_P[strength_PLN.argmin(0)])
+    chance_LN = np.where(np.isnan(strength_LN), np.nan, chance_P[strength_PLN.argmin(0)])
     return PrefixMatching(scores_PLN.min(0), scores_PLN.mean(0), strength_LN, chance_LN)
 
 
 def best_head(strength_LN):
-    """(layer, head) of the strongest head that exists, as integers; (-1, -1) when there is none."""
-    heads = strength_LN.shape[1]
-    flat = jnp.where(jnp.isnan(strength_LN), -jnp.inf, strength_LN).ravel()
-    none = jnp.isnan(strength_LN).all()
-    return tuple(jnp.where(none, -1, index) for index in jnp.divmod(flat.argmax(), heads))
+    """(layer, head) of the strongest head that exists; (-1, -1) when there is none. Host function."""
+    if np.isnan(strength_LN).all():
+        return -1, -1
+    return tuple(int(i) for i in np.unravel_index(np.nanargmax(strength_LN), np.shape(strength_LN)))
 
 
 def is_induction_head(strength_LN, copying_LN, copying_chance, copying_sd):

@@ -168,14 +168,13 @@ class Panel:
         out = {}
         for name, scores_PLN in prefix.items():
             pm = induction.prefix_matching(scores_PLN, self.chance_P[name])
-            score_LN, strength_LN = np.asarray(pm.score_LN), np.asarray(pm.strength_LN)
-            best = tuple(int(i) for i in induction.best_head(strength_LN))
-            out |= {f"{name}/{k}": v for k, v in heads(score_LN).items()}
-            ordered = np.sort(score_LN[~np.isnan(score_LN)])[::-1]
+            best = induction.best_head(pm.strength_LN)
+            out |= {f"{name}/{k}": v for k, v in heads(pm.score_LN).items()}
+            ordered = np.sort(pm.score_LN[~np.isnan(pm.score_LN)])[::-1]
             out |= {f"{name}/sorted_{i}": float(v) for i, v in enumerate(ordered)}
             if best[0] >= 0:
-                out |= {f"{name}/max": float(ordered[0]), f"{name}/strength": float(strength_LN[best]),
-                        f"{name}/chance": float(np.asarray(pm.chance_LN)[best])}  # fmt: skip
+                out |= {f"{name}/max": float(ordered[0]), f"{name}/strength": float(pm.strength_LN[best]),
+                        f"{name}/chance": float(pm.chance_LN[best])}  # fmt: skip
         return out
 
     def _reading(self, found) -> Reading:
@@ -201,11 +200,15 @@ class Panel:
             values |= {f"disagreement_{name}/L{i}": float(v) for i, v in enumerate(parts["all_L"]) if np.isfinite(v)}
         return Reading(values, arrays)
 
+    def prefix_matching(self, arrays: dict) -> induction.PrefixMatching:
+        """Scores and strengths of every head over all repeat lengths, from a reading's arrays."""
+        return induction.prefix_matching(arrays["induction_PLN"], self.chance_P["induction"])
+
     def induction_heads(self, arrays: dict) -> list[tuple[int, int]]:
         """Heads that match the prefix at strength 0.5 or more and copy three sd above chance."""
-        pm = induction.prefix_matching(arrays["induction_PLN"], self.chance_P["induction"])
+        pm = self.prefix_matching(arrays)
         is_LN = induction.is_induction_head(pm.strength_LN, arrays["copying_LN"], self.copying_chance, self.copying_sd)
-        return [(int(layer), int(head)) for layer, head in np.argwhere(np.asarray(is_LN))]
+        return [(int(layer), int(head)) for layer, head in np.argwhere(is_LN)]
 
 
 def head_name(layer: int, head: int) -> str:

@@ -5,7 +5,7 @@ import pathlib
 import numpy as np
 
 from mha_jax.model import transformer
-from mha_jax.probes import icl, induction
+from mha_jax.probes import icl
 from mha_jax.probes.panel import HEAD_SCORES, Panel, Reading, head_name
 from mha_jax.report import canvas, plots
 from mha_jax.run import Run, open_run
@@ -34,9 +34,8 @@ def evaluate(workdir, task: str, step: str = "last", out=None) -> list[dict]:
 def heads_result(panel: Panel, reading: Reading) -> dict:
     """Every score of every head, with chance levels; null for a head that is gone."""
     a = reading.arrays
-    pm = induction.prefix_matching(a["induction_PLN"], panel.chance_P["induction"])
-    scores = {"induction": np.asarray(pm.score_LN), "induction_mean": np.asarray(pm.mean_LN),
-              "induction_strength": np.asarray(pm.strength_LN)}  # fmt: skip
+    pm = panel.prefix_matching(a)
+    scores = {"induction": pm.score_LN, "induction_mean": pm.mean_LN, "induction_strength": pm.strength_LN}  # fmt: skip
     scores |= {name: a[f"{name}_LN"] for name in HEAD_SCORES}
     chance = panel.chances | {"induction": float(np.nanmax(panel.chance_P["induction"]))}
     return {

@@ -11,7 +11,7 @@ from orbax.checkpoint.checkpoint_managers import preservation_policy as policies
 
 from mha_jax.config import CheckpointConfig, ConfigError
 from mha_jax.schedule import Schedule
-from mha_jax.training.folder import DEFINITIONS
+from mha_jax.training.folder import DEFINITIONS, first_line
 
 ITEMS = ("params", "optimizer", "meta")
 
@@ -140,12 +140,12 @@ class Checkpoints:
         except Exception as error:
             raise CheckpointError(f"{self.folder}/{step} cannot be read: {first_line(error)}") from error
         found = {name: found[name] for name in abstract}
-        expected, actual = meta["hash"], content_hash(found)
+        expected, actual = meta.get("hash"), content_hash(found)
         if set(abstract) == {"params"}:
-            expected, actual = meta["params_hash"], content_hash(found["params"])
-        if meta["step"] != step or expected != actual:
-            raise CheckpointError(f"{self.folder}/{step} is not what was saved: it says step {meta['step']} and hash "
-                                  f"{expected}, its content is {actual}")  # fmt: skip
+            expected, actual = meta.get("params_hash"), content_hash(found["params"])
+        if meta.get("step") != step or expected != actual:
+            raise CheckpointError(f"{self.folder}/{step} is not what was saved: it says step {meta.get('step')} and "
+                                  f"hash {expected}, its content is {actual}")  # fmt: skip
         return found, meta
 
     def restore_newest(self, abstract: dict, warn) -> tuple[int, dict, dict] | None:
@@ -197,9 +197,3 @@ class Checkpoints:
 
 def _loss_of(metrics: dict) -> float:
     return metrics["loss"]
-
-
-def first_line(error: Exception) -> str:
-    """One line of an exception, for a message."""
-    text = str(error).strip().splitlines()
-    return f"{type(error).__name__}: {text[0][:200]}" if text else type(error).__name__

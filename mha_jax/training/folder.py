@@ -45,16 +45,27 @@ def write_json(path: pathlib.Path, value):
     write_atomically(path, json.dumps(value, indent=2) + "\n")
 
 
+def first_line(error: Exception) -> str:
+    """One line of an exception, for a message."""
+    text = str(error).strip().splitlines()
+    return f"{type(error).__name__}: {text[0][:200]}" if text else type(error).__name__
+
+
 def read_config(workdir: pathlib.Path) -> Config:
     """The config a run was started with. ConfigError when the folder holds no run, or one of another version."""
     path = workdir / "config.json"
     if not path.is_file():
         raise ConfigError(f"--workdir={workdir}: not a run folder, it has no config.json")
     try:
-        return configs.from_dict(json.loads(path.read_text()))
+        values = json.loads(path.read_text())
+    except ValueError as error:
+        raise ConfigError(f"{path}: not JSON ({error})") from None
+    try:
+        return configs.from_dict(values)
     except ConfigError as error:
-        versions = json.loads((workdir / "environment.json").read_text())["versions"]
-        raise ConfigError(f"{path} was written by mha_jax {versions['mha_jax']}: {error}") from None
+        beside = workdir / "environment.json"
+        version = json.loads(beside.read_text())["versions"]["mha_jax"] if beside.exists() else "of an unknown version"
+        raise ConfigError(f"{path} was written by mha_jax {version}: {error}") from None
 
 
 def differences(old: Config, new: Config) -> dict[str, tuple]:

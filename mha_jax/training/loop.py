@@ -10,6 +10,7 @@ import time
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.experimental import multihost_utils
 
 from mha_jax import config as configs
 from mha_jax.config import Config, ConfigError
@@ -88,13 +89,16 @@ class Training:
         self._restore_or_init(restore)
         changed = resumes and bool(folder.differences(folder.read_config(workdir), config))
         self.saved_at = self.progress.step if resumes and self.checkpoints.steps() else None
-        seen = drop_after(workdir, self.progress.step) if resumes else -1
-        if jax.process_index() == 0:
+        logged, first = 0, jax.process_index() == 0
+        if first:
+            logged = drop_after(workdir, self.progress.step) if resumes else 0
             folder.write_json(workdir / "config.json", configs.to_dict(config))
             folder.write_json(workdir / "environment.json", folder.environment(self.mesh))
             if self.source.tokenizer is not None:
                 self.source.tokenizer.save(workdir / "tokenizer.json")
-        self.tracker = Tracker(workdir, config, console.say, process=jax.process_index(), seen=seen, changed=changed)
+        if jax.process_count() > 1:  # nobody reads the events before they are rewound
+            multihost_utils.sync_global_devices("rewound")
+        self.tracker = Tracker(workdir, config, console.say, active=first, logged=logged, changed=changed)
 
     def _restore_or_init(self, restore: str):
         abstract = state.abstract_state(self.config, self.mesh)

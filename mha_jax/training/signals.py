@@ -5,6 +5,7 @@ import threading
 
 import jax
 import numpy as np
+from jax.experimental import multihost_utils
 
 EXIT = 143  # 128 + SIGTERM, what a shell reports
 
@@ -41,8 +42,6 @@ class Stop:
         mine = self._asked.is_set()
         if jax.process_count() == 1:
             return mine
-        from jax.experimental import multihost_utils
-
         return bool(np.any(multihost_utils.process_allgather(np.array(mine))))
 
     def close(self):

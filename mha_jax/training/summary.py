@@ -1,7 +1,7 @@
 """The final figures of a run, computed from its events alone, so that a resumed run reports what it would have."""
 from mha_jax.config import Config
 from mha_jax.probes import formation as formations
-from mha_jax.probes import icl
+from mha_jax.probes import icl, induction
 from mha_jax.training.folder import DEFINITIONS
 
 FOLLOW = 20  # probes at or above the threshold after which a formation needs no close watch any more
@@ -30,9 +30,9 @@ def summarise(config: Config, events: list[dict], panel, reading, totals: dict) 
     """summary.json: `reading` is the last panel's, `totals` what the loop counted (steps, tokens, seconds, ...)."""
     values = reading.values
     formed, midpoint = formation_of(events, panel)
-    best = max(((v, k.partition("/")[2]) for k, v in values.items() if k.startswith("induction/L")), default=None)
-    strongest = [k.partition("/")[2] for k, v in values.items()
-                 if k.startswith("induction/L") and v == values.get("induction/max")]  # fmt: skip
+    found = panel.prefix_matching(reading.arrays)
+    best = induction.best_head(found.score_LN)
+    none = best[0] < 0
     e = panel.evaluation
     return totals | {
         "name": config.name,
@@ -49,10 +49,10 @@ def summarise(config: Config, events: list[dict], panel, reading, totals: dict) 
         "learns_in_context": learns_in_context(values, panel.limits),
         "packing": config.data.packing if config.data.task == "text" else None,
         "induction": {
-            "best_head": strongest[0] if best else None,
-            "score": values.get("induction/max"),
-            "chance": values.get("induction/chance"),
-            "strength": values.get("induction/strength"),
+            "best_head": None if none else f"L{best[0]}H{best[1]}",
+            "score": None if none else float(found.score_LN[best]),
+            "chance": None if none else float(found.chance_LN[best]),
+            "strength": None if none else float(found.strength_LN[best]),
             "probe": panel.source.induction_probe,
             "periods": list(panel.repeats["induction"][0]),
             "heads": [f"L{layer}H{head}" for layer, head in panel.induction_heads(reading.arrays)],

@@ -1,17 +1,16 @@
 """metrics.jsonl and probes/*.npz are the truth; Weights & Biases is a view that can never hurt the run."""
-import functools
 import json
 import math
 import netrc
 import os
 import pathlib
-import threading
+import secrets
 
 import numpy as np
 
 from mha_jax import config as configs
 from mha_jax.config import Config
-from mha_jax.training.folder import write_atomically, write_json
+from mha_jax.training.folder import first_line, write_atomically, write_json
 
 
 def variant(cfg) -> str:
@@ -38,7 +37,7 @@ def read_metrics(workdir: pathlib.Path) -> list[dict]:
 
 
 def drop_after(workdir: pathlib.Path, step: int) -> int:
-    """Rewinds a run folder to the parameters after `step` updates; returns the last step it had spoken of.
+    """Rewinds a run folder to the parameters after `step` updates; returns how many events it had.
 
     Train and failure lines belong to the update that follows their step, so those of `step` go too.
     """
@@ -48,26 +47,25 @@ def drop_after(workdir: pathlib.Path, step: int) -> int:
     for path in (workdir / "probes").glob("*.npz"):
         if int(path.stem) > step:
             path.unlink()
-    return max((e["step"] for e in events), default=-1)
+    return len(events)
 
 
 class Tracker:
-    """Writes one run's events; on processes other than 0 it does nothing."""
+    """Writes one run's events; one that is not active does nothing."""
 
-    def __init__(self, workdir: pathlib.Path, config: Config, say, *, process: int = 0, seen: int = -1,
+    def __init__(self, workdir: pathlib.Path, config: Config, say, *, active: bool = True, logged: int = 0,
                  changed: bool = False):  # fmt: skip
-        """seen: last step that W&B already has (a resumed run repeats some). changed: config differs from then."""
-        self.active = process == 0
-        self.workdir = workdir
-        # Without an id no W&B run has got anything yet, whatever the events say.
-        self.seen = -1 if changed or not _id_file(workdir).exists() else seen
+        """active: on process 0 only. logged: events before the folder was rewound, which W&B has already.
+        changed: the config differs from then."""
+        self.active, self.workdir, self._say = active, workdir, say
         self._file = self._wandb = None
         if self.active:
             workdir.mkdir(parents=True, exist_ok=True)
             (workdir / "probes").mkdir(exist_ok=True)
             self._file = open(workdir / "metrics.jsonl", "a")  # noqa: SIM115
-            self._wandb = _start_wandb(workdir, config, say, new=changed)
-            self._timeout, self._say = config.tracking.timeout, say
+            # A run repeats its events in the same order, so the n-th one sent is the n-th of every repetition.
+            self._events = len(read_metrics(workdir))
+            self._wandb, self._sent = _start_wandb(workdir, config, say, logged, new=changed)
 
     def log(self, step: int, tokens: int, seconds: float, values: dict):
         """One event. Values are numbers; one that is not finite is written as null."""
@@ -77,7 +75,9 @@ class Tracker:
         line = {"step": step, "tokens": tokens, "seconds": round(seconds, 3)} | numbers
         self._file.write(json.dumps(line) + "\n")
         self._file.flush()
-        self._send(step, {k: v for k, v in line.items() if v is not None})
+        self._events += 1
+        if self._wandb is not None and self._events > self._sent:
+            self._guard(lambda: self._wandb.log({k: v for k, v in line.items() if v is not None}))
 
     def arrays(self, step: int, values: dict[str, np.ndarray]):
         """probes/{step}.npz, whole or not at all."""
@@ -113,22 +113,13 @@ class Tracker:
             return
         self._file.close()
         if self._wandb is not None:
-            finish = functools.partial(self._wandb.finish, exit_code=exit_code)
-            thread = threading.Thread(target=self._guard, args=(finish,), daemon=True)
-            thread.start()
-            thread.join(self._timeout)
-            if thread.is_alive():
-                self._say(f"W&B did not finish within {self._timeout:.0f} s; {self.workdir} holds everything")
-
-    def _send(self, step: int, values: dict):
-        if self._wandb is not None and step > self.seen:
-            self._guard(lambda: self._wandb.log(values))
+            self._guard(lambda: self._wandb.finish(exit_code=exit_code))
 
     def _guard(self, action):
         try:
             action()
         except Exception as error:
-            self._say(f"W&B is off from here on: {type(error).__name__}: {error}")
+            self._say(f"W&B is off from here on: {first_line(error)}; metrics.jsonl has everything")
             self._wandb = None
 
 
@@ -150,36 +141,40 @@ def _has_key() -> bool:
     return any("wandb" in host for host in hosts)
 
 
-def _id_file(workdir: pathlib.Path) -> pathlib.Path:
-    return workdir / "wandb_id.txt"
+def _start_wandb(workdir: pathlib.Path, config: Config, say, logged: int, new: bool):
+    """(W&B run or None, how many of the first events it has). The run's id and that number are in wandb_id.txt.
 
-
-def _start_wandb(workdir: pathlib.Path, config: Config, say, new: bool):
+    The number is kept there because a run that was rewound twice may not have come as far again in between.
+    """
     cfg = config.tracking
     mode = cfg.wandb
-    if mode == "auto":
-        mode = "online" if _has_key() else "disabled"
-        if mode == "disabled":
-            say("W&B: no key found, so off; metrics.jsonl has everything (tracking.wandb = online | offline to change)")
+    if mode == "auto":  # what the environment asks for, else on wherever there is a key
+        mode = os.environ.get("WANDB_MODE") or ("online" if _has_key() else None)
+    if mode is None:
+        say("W&B: no key found, so off; metrics.jsonl has everything (tracking.wandb = online | offline to change)")
+        return None, 0
     if mode == "disabled":
-        return None
+        return None, 0
     kind, task = variant(config.model), config.data.task
-    id_file = _id_file(workdir)
+    id_file = workdir / "wandb_id.txt"
     try:
         import wandb
 
-        run_id = id_file.read_text().strip() if id_file.exists() and not new else wandb.util.generate_id()
+        run_id, sent = secrets.token_hex(4), 0
+        if id_file.exists() and not new:
+            run_id, before = id_file.read_text().split()
+            sent = max(logged, int(before))
         run = wandb.init(
             project=cfg.project, entity=cfg.entity, group=cfg.group or f"{task}-{kind}", name=config.name, id=run_id,
             resume="allow", mode=mode, dir=str(workdir), tags=[kind, task, f"{config.model.num_layers}L"],
             config={k: str(v) if isinstance(v, tuple) else v for k, v in configs.flat(config).items()},
-            settings=wandb.Settings(init_timeout=cfg.timeout, console="off", silent=True),
+            settings=wandb.Settings(init_timeout=cfg.timeout, finish_timeout=cfg.timeout, finish_timeout_raises=True,
+                                    console="off", silent=True),
         )  # fmt: skip
         run.define_metric("step")
         run.define_metric("*", step_metric="step")
-        write_atomically(id_file, run_id + "\n")
-        return run
+        write_atomically(id_file, f"{run_id}\n{sent}\n")
+        return run, sent
     except Exception as error:
-        say(f"W&B is off: {type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}; "
-            "metrics.jsonl has everything")  # fmt: skip
-        return None
+        say(f"W&B is off: {first_line(error)}; metrics.jsonl has everything")
+        return None, 0

@@ -3,6 +3,7 @@
 It shares nothing with the package but the names of the parameters. Causality here is the order of tokens in the
 array, where the package goes by positions.
 """
+import dataclasses
 import functools
 
 import jax
@@ -11,10 +12,17 @@ import numpy as np
 from mha_jax.config import Config, DataConfig, ModelConfig, resolve
 from mha_jax.model import transformer
 
-# A small model compiles five times faster this way. Whatever is said to be *exactly* equal is compiled plainly.
-quick_jit = functools.partial(
-    jax.jit, compiler_options={"xla_backend_optimization_level": "0", "xla_cpu_use_fusion_emitters": "False"}
-)
+# With these a small model compiles five times faster. Whatever is said to be *exactly* equal is compiled without.
+QUICK = {"xla_backend_optimization_level": "0", "xla_cpu_use_fusion_emitters": "False"}
+
+
+def plain_jit(f, **kwargs):
+    """jax.jit with NumPy results: on JAX arrays each operation of a test would be compiled as well."""
+    run = jax.jit(f, **kwargs)
+    return lambda *args, **kwargs: jax.device_get(run(*args, **kwargs))
+
+
+quick_jit = functools.partial(plain_jit, compiler_options=QUICK)
 
 
 def model_config(length=16, **fields) -> ModelConfig:
@@ -27,8 +35,18 @@ def model_config(length=16, **fields) -> ModelConfig:
 def random_params(cfg: ModelConfig, seed: int, size: float = 0.35):
     """Parameters of the right shapes with no zero, no one and no symmetry anywhere, so that each of them counts."""
     rng = np.random.default_rng(seed)
-    shapes = jax.eval_shape(lambda: transformer.init_params(cfg, 0))
+    shapes = _abstract(dataclasses.astuple(cfg))[1]
     return jax.tree.map(lambda s: (size * rng.normal(size=s.shape)).astype(np.float32), shapes)
+
+
+def graphdef(cfg: ModelConfig):
+    return _abstract(dataclasses.astuple(cfg))[0]
+
+
+@functools.cache
+def _abstract(fields):
+    cfg = ModelConfig(*fields)
+    return transformer.graphdef(cfg), jax.eval_shape(lambda: transformer.init_params(cfg, 0))
 
 
 def random_tokens(cfg: ModelConfig, seed: int, B: int = 2, T: int = 9):

@@ -70,8 +70,8 @@ def compare(cell, jit):
     implementation, option, T, H, K, dtype = cell
     rng = np.random.default_rng(0)
     shapes = ((B, T, N, H), (B, T, K, H), (B, T, K, H), (B, T, N, H))
-    q, k, v, dz = (jnp.asarray(rng.normal(size=s), dtype) for s in shapes)
-    sink = jnp.asarray(rng.normal(size=N), jnp.float32) if option == "sink" else None
+    q, k, v, dz = (rng.normal(size=s).astype(jnp.dtype(dtype)) for s in shapes)
+    sink = rng.normal(size=N).astype(np.float32) if option == "sink" else None
     positions, segments = place(option, T)
     window = 7 if option == "window" else None
 
@@ -89,16 +89,16 @@ def compare(cell, jit):
     z, pattern, (dq, dk, dv, dsink) = forward_and_backward(q, k, v, sink)
     seen = np.stack([oracle.seen(T, None if segments is None else segments[b], window) for b in range(B)])
     want_z, want_pattern = oracle.attend(q, k, v, seen, sink)
-    assert z.dtype == q.dtype and (np.asarray(z)[~seen.any(-1)] == 0).all()
+    assert z.dtype == q.dtype and (z[~seen.any(-1)] == 0).all()
     assert (pattern is None) == (option != "weights") and (dsink is None) == (option != "sink")
     results = list(zip((z, dq, dk, dv, dsink), (want_z, *oracle.attend_grads(q, k, v, seen, dz, sink)), strict=True))
     if pattern is not None:
-        assert pattern.dtype == jnp.float32 and (np.asarray(pattern)[..., ~seen[0]] == 0).all()
+        assert pattern.dtype == jnp.float32 and (pattern[..., ~seen[0]] == 0).all()
         results.append((pattern, want_pattern))
     for got, want in results:
         if got is not None:
             allowed = 2e-5 if dtype == "float32" else 2e-2 * np.maximum(1, np.abs(want))
-            assert (np.abs(np.asarray(got, np.float64) - want) <= allowed).all()
+            assert (np.abs(got.astype(np.float64) - want) <= allowed).all()
 
 
 def name(cell):
@@ -113,7 +113,7 @@ def test_fc_03_every_pair_of_choices_equals_numpy(cell):
 @pytest.mark.slow
 @pytest.mark.parametrize("cell", MATRIX, ids=name)
 def test_fc_03_every_combination_equals_numpy(cell):
-    compare(cell, jax.jit)
+    compare(cell, oracle.plain_jit)
 
 
 @pytest.mark.parametrize(("implementation", "option"), [
@@ -147,22 +147,21 @@ def test_choices_of_auto_on_gpu(monkeypatch):
         assert attention.choose("auto", needs_pattern=False, sink=sink, dtype=dtype) == expected
 
 
-@pytest.mark.parametrize("dtype", AXES["dtype"])
 @pytest.mark.parametrize("implementation", AXES["implementation"])
-@pytest.mark.parametrize("fields", [
-    {"num_kv_heads": 2, "positions": "learned", "mlp": "gelu"},
-    {"num_kv_heads": 1, "smeared_key": True, "window": 70, "qk_norm": True},
-], ids=["plain", "extras"])  # fmt: skip
-def test_fc_03_the_future_changes_nothing(fields, implementation, dtype):
+@pytest.mark.parametrize(("dtype", "fields"), [
+    ("float32", {"num_kv_heads": 1, "smeared_key": True, "window": 70, "qk_norm": True}),
+    ("bfloat16", {"num_kv_heads": 2, "positions": "learned", "mlp": "gelu"}),
+], ids=["float32", "bfloat16"])  # fmt: skip
+def test_fc_03_the_future_changes_nothing(dtype, fields, implementation):
     """Other tokens after t leave every logit up to t the same to the last bit, across blocks of 64 queries."""
     cfg = oracle.model_config(130, num_heads=4, d_model=16, dtype=dtype, attention=implementation, **fields)
     params, tokens = oracle.random_params(cfg, 0), oracle.random_tokens(cfg, 1, 2, 130)
-    logits = functools.partial(jax.jit(transformer.forward, static_argnums=0), transformer.graphdef(cfg), params)
-    before = np.asarray(logits(tokens)[0])
+    logits = functools.partial(oracle.plain_jit(transformer.forward, static_argnums=0), oracle.graphdef(cfg), params)
+    before = logits(tokens)[0]
     for t in (0, 63, 64, 100, 128):
         other = tokens.copy()
         other[:, t + 1 :] = (other[:, t + 1 :] + 1 + np.arange(129 - t) % 3) % cfg.vocab_size
-        after = np.asarray(logits(other)[0])
+        after = logits(other)[0]
         assert (after[:, : t + 1] == before[:, : t + 1]).all() and (after[:, t + 1 :] != before[:, t + 1 :]).any()
 
 
@@ -170,11 +169,12 @@ def test_fc_03_the_future_changes_nothing(fields, implementation, dtype):
 def test_rows_may_be_mapped_in_any_number_of_shards(shards):
     """8 rows seen as [shards, 8 / shards]; 3 does not divide and the rows stay together."""
     rng = np.random.default_rng(0)
-    q, k, v = (jnp.asarray(rng.normal(size=(8, 9, n, 4)), jnp.float32) for n in (4, 2, 2))
+    q, k, v = (rng.normal(size=(8, 9, n, 4)).astype(np.float32) for n in (4, 2, 2))
     positions, segments = (np.stack([x] * 8) for x in oracle.packed((3, 5), 9))
     segments[5] = 1
     positions[5] = np.arange(9)
-    z, _ = attention.attend(q, k, v, positions, segments, implementation="blockwise", batch_shards=shards)
+    attend = oracle.quick_jit(attention.attend, static_argnames=("implementation", "batch_shards"))
+    z, _ = attend(q, k, v, positions, segments, implementation="blockwise", batch_shards=shards)
     want, _ = oracle.attend(q, k, v, np.stack([oracle.seen(9, row) for row in segments]))
     np.testing.assert_allclose(z, want, atol=1e-5)
 

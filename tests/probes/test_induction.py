@@ -157,7 +157,7 @@ def test_a_positional_head_passes_one_period_and_fails_the_minimum():
     positional, perfect, uniform = (np.stack(scores)[:, 0, n] for n in range(3))
     assert positional[1] == 1.0 and positional.min() < 0.05
     np.testing.assert_allclose(perfect, 1.0, rtol=1e-6)
-    match = jax.jit(induction.prefix_matching)(jnp.stack(scores), jnp.stack(chance))
+    match = induction.prefix_matching(jnp.stack(scores), jnp.stack(chance))
     np.testing.assert_allclose(match.score_LN[0], [positional.min(), 1.0, uniform.min(), np.nan], rtol=1e-6)
     np.testing.assert_allclose(match.mean_LN[0, :2], [positional.mean(), 1.0], rtol=1e-6)
     np.testing.assert_allclose(match.strength_LN[0, 1:3], [1.0, 0.0], atol=1e-6)
@@ -175,7 +175,7 @@ def test_strength_is_the_minimum_over_periods_with_the_chance_that_set_it():
 
 def test_best_head_ignores_removed_heads():
     nan = jnp.nan
-    best = jax.jit(induction.best_head)
+    best = induction.best_head
     assert [int(i) for i in best(jnp.array([[nan, -0.5, nan], [nan, -0.2, -0.3]]))] == [1, 1]
     assert [int(i) for i in best(jnp.full((2, 3), nan))] == [-1, -1]
 

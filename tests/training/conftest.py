@@ -61,3 +61,4 @@ def one_device(monkeypatch):
     """JAX with one device."""
     devices = jax.devices()
     monkeypatch.setattr(jax, "devices", lambda *_: devices[:1])
+    monkeypatch.setattr(jax, "device_count", lambda *_: 1)

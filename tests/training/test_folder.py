@@ -1,0 +1,114 @@
+"""The run folder: one spelling, whole files, and what a resumed run may change."""
+import json
+import os
+import pathlib
+
+import pytest
+
+from mha_jax import config as configs
+from mha_jax.config import ConfigError
+from mha_jax.training import folder, sharding
+from tests.training import tiny
+
+
+def written(workdir, cfg):
+    folder.write_json(workdir / "config.json", configs.to_dict(cfg))
+    folder.write_json(workdir / "environment.json", {"versions": {"mha_jax": "0.0.7"}})
+
+
+def test_fc_15_every_spelling_of_a_folder_is_the_same_place(tmp_path, monkeypatch):
+    (tmp_path / "runs" / "a").mkdir(parents=True)
+    (tmp_path / "link").symlink_to("runs/a")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HOME", str(tmp_path / "runs"))
+    spellings = ["runs/a", "./runs/a/", "~/a", "link", "runs/../runs/a", pathlib.Path("runs/a"), tmp_path / "link"]
+    assert {folder.absolute(s) for s in spellings} == {(tmp_path / "runs" / "a").resolve()}
+    assert folder.absolute("new/one") == tmp_path.resolve() / "new" / "one"  # need not exist yet
+
+
+def test_a_file_is_written_whole_or_not_at_all(tmp_path, monkeypatch):
+    path = tmp_path / "deep" / "config.json"
+    folder.write_json(path, {"a": [1, 2]})
+    assert json.loads(path.read_text()) == {"a": [1, 2]}
+
+    def die(*_):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(os, "replace", die)
+    with pytest.raises(KeyboardInterrupt):
+        folder.write_json(path, {"a": "new"})
+    assert json.loads(path.read_text()) == {"a": [1, 2]}
+
+
+def test_the_config_comes_back_as_it_was(tmp_path):
+    cfg = tiny.config(**{"model.kept_heads": ((0, 2), (1, 3)), "mesh.data": 1})
+    written(tmp_path, cfg)
+    assert folder.read_config(tmp_path) == cfg
+    assert folder.differences(cfg, folder.read_config(tmp_path)) == {}
+
+
+def test_a_folder_without_a_run_is_named(tmp_path):
+    with pytest.raises(ConfigError, match=rf"--workdir={tmp_path}/no: not a run folder"):
+        folder.read_config(tmp_path / "no")
+
+
+def test_fc_18_a_key_of_another_version_names_the_version(tmp_path):
+    written(tmp_path, tiny.config())
+    values = json.loads((tmp_path / "config.json").read_text())
+    values["model"]["rotary"] = True
+    folder.write_json(tmp_path / "config.json", values)
+    with pytest.raises(ConfigError, match=r"config.json was written by mha_jax 0.0.7: config.model.rotary: no such"):
+        folder.read_config(tmp_path)
+    (tmp_path / "environment.json").unlink()
+    with pytest.raises(ConfigError, match=r"written by mha_jax of an unknown version: config.model.rotary: no such"):
+        folder.read_config(tmp_path)
+
+
+def test_a_config_that_is_not_json_is_named(tmp_path):
+    written(tmp_path, tiny.config())
+    (tmp_path / "config.json").write_text('{"model": ')
+    with pytest.raises(ConfigError, match=rf"{tmp_path}/config.json: not JSON"):
+        folder.read_config(tmp_path)
+
+
+def test_fc_18_every_differing_key_is_listed_with_both_values(tmp_path):
+    written(tmp_path, tiny.config())
+    other = tiny.config(**{"model.num_layers": 3, "model.num_kv_heads": 2, "data.period_max": 9, "seed": 4})
+    with pytest.raises(ConfigError) as caught:
+        folder.check_same_run(tmp_path, other, params_only=False)
+    message = str(caught.value)
+    for part in ("config.model.num_layers was 2, is 3", "config.model.num_kv_heads was 4, is 2",
+                 "config.data.period_max was 8, is 9", "config.seed was 0, is 4", str(tmp_path)):  # fmt: skip
+        assert part in message
+    assert "--restore=params" not in message and "\n" not in message
+    with pytest.raises(ConfigError, match=r"config.model.num_layers was 2, is 3"):
+        folder.check_same_run(tmp_path, other, params_only=True)
+
+
+def test_fc_18_another_optimizer_needs_a_fresh_one(tmp_path):
+    written(tmp_path, tiny.config())
+    other = tiny.config(**{"optimizer.b1": 0.5, "optimizer.learning_rate": 1.0})
+    with pytest.raises(ConfigError, match=r"config.optimizer.learning_rate was 0.002, is 1.0; config.optimizer.b1 was "
+                                          r"0.9, is 0.5; .*\(--restore=params"):  # fmt: skip
+        folder.check_same_run(tmp_path, other, params_only=False)
+    assert folder.check_same_run(tmp_path, other, params_only=True) == []
+    assert folder.check_same_run(tmp_path, tiny.config(seed=1), params_only=True) == []
+
+
+def test_fc_09_what_does_not_make_another_run_may_change(tmp_path):
+    written(tmp_path, tiny.config())
+    other = tiny.config(**{"name": "b", "steps_per_call": 1, "mesh.tensor": 2, "tracking.log_every": 3,
+                           "checkpoint.save": "5", "probes.panel": "5", "data.cache_dir": "/x"})  # fmt: skip
+    assert folder.check_same_run(tmp_path, other, params_only=False) == []
+    (warning,) = folder.check_same_run(tmp_path, tiny.config(steps=99), params_only=False)
+    assert "was 30 and is now 99" in warning
+
+
+@pytest.mark.usefixtures("one_device")
+def test_fc_32_the_environment_says_what_the_run_ran_on():
+    found = folder.environment(sharding.make_mesh(tiny.config()))
+    assert (found["platform"], found["device_count"], found["process_count"]) == ("cpu", 1, 1)
+    assert found["mesh"] == {"data": 1, "fsdp": 1, "tensor": 1}
+    assert found["versions"]["mha_jax"] == folder.version()
+    assert all(found["versions"].values())
+    json.dumps(found)
