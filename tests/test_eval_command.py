@@ -10,9 +10,11 @@ from mha_jax.report import evaluation
 from mha_jax.run import open_run
 from mha_jax.training import loop
 
+pytestmark = pytest.mark.usefixtures("quick_module")
+
 
 @pytest.fixture(scope="module")
-def workdir(tmp_path_factory):
+def workdir(tmp_path_factory, quick_module):
     folder = tmp_path_factory.mktemp("runs") / "tiny"
     config = resolve(Config(
         name="tiny", steps=6, steps_per_call=3, model=ModelConfig(d_model=32, num_heads=4, num_kv_heads=1),

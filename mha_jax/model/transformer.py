@@ -105,7 +105,10 @@ class Transformer(nnx.Module):
         self.attention = cfg.attention
         self.embed_VD = nnx.Param(std * jax.random.normal(rngs.params(), (V, D)))
         table = cfg.positions in ("learned", "shortformer")
-        self.positions_PD = nnx.Param(std * jax.random.normal(rngs.params(), (cfg.max_length, D))) if table else None
+        # Each table at the scale of what it is added to: embeddings, or for shortformer the normed residual stream.
+        place_std = 1.0 if cfg.positions == "shortformer" and cfg.norm != "none" else std
+        place = place_std * jax.random.normal(rngs.params(), (cfg.max_length, D)) if table else None
+        self.positions_PD = nnx.Param(place) if table else None
         # Zero-padded keys: plain numbers sort 0, 1, 10, 11, 2 and would stack a 12-layer model in the wrong order.
         self.layers = nnx.Dict({layer_key(i): Block(cfg, i, rngs) for i in range(cfg.num_layers)})
         self.final_norm = Norm(cfg)

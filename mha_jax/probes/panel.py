@@ -1,6 +1,6 @@
 """The panel: everything that is measured of a model at one step, in one jitted call, on frozen tokens.
 
-`Panel.measure(params)` is the full panel, `Panel.induction(params)` prefix matching alone. Both compute in
+`Panel.measure(params)` is the full panel, `Panel.light(params)` prefix matching alone. Both compute in
 float32 at the highest matrix precision whatever the training precision, so that numbers compare between machines.
 """
 import dataclasses
@@ -74,7 +74,7 @@ class Panel:
         self.chances = self._chances()
         self.limits = self._limits()
         self._measure = self._jit(self._measure_arrays)
-        self._induction = self._jit(lambda params, inputs, repeats: self._prefix_scores(params, repeats))
+        self._light = self._jit(lambda params, inputs, repeats: self._prefix_scores(params, repeats))
 
     def _jit(self, function):
         return jax.jit(function, out_shardings=replicated(self.mesh))
@@ -83,7 +83,7 @@ class Panel:
         """Compiles both measurements for parameters like these, so that no probe pays for it."""
         with jax.default_matmul_precision("highest"):
             self._measure = self._measure.lower(params, self._inputs, self._repeats).compile()
-            self._induction = self._induction.lower(params, self._inputs, self._repeats).compile()
+            self._light = self._light.lower(params, self._inputs, self._repeats).compile()
 
     def measure(self, params) -> Reading:
         """The full panel."""
@@ -91,10 +91,10 @@ class Panel:
             found = jax.tree.map(np.asarray, self._measure(params, self._inputs, self._repeats))
         return self._reading(found)
 
-    def induction(self, params) -> Reading:
+    def light(self, params) -> Reading:
         """Prefix matching of every head alone: cheap enough to follow a formation closely."""
         with jax.default_matmul_precision("highest"):
-            found = jax.tree.map(np.asarray, self._induction(params, self._inputs, self._repeats))
+            found = jax.tree.map(np.asarray, self._light(params, self._inputs, self._repeats))
         return Reading(self._induction_values(found), {f"{n}_PLN": a for n, a in found.items()})
 
     def _sample(self):

@@ -191,7 +191,7 @@ class Training:
             self._probe(self.panel.measure, full=True, log=not any("eval/loss" in e for e in done))
         elif light and not done:
             self._flush()
-            self._probe(self.panel.induction, full=False, log=True)
+            self._probe(self.panel.light, full=False, log=True)
         if self.save_schedule.is_due(at, last) and self.saved_at != at:
             self._save(self.reading.values["eval/loss"])
 

@@ -60,6 +60,15 @@ def test_softmax_of_unseen_rows_has_finite_gradients():
     np.testing.assert_allclose(gradient, [[-0.5, 0.5], [0, 0]], atol=1e-7)
 
 
+@pytest.mark.parametrize(("score", "sink"), [(0.0, 200.0), (-1e6, 0.0), (1e6, 0.0), (0.0, -1e6)])
+def test_a_sink_far_from_the_scores_is_finite(score, sink):
+    def first(score, sink):
+        return attention.softmax(jnp.stack([score, score])[None], jnp.ones((1, 2), bool), sink[None])[0, 0]
+
+    share, slopes = jax.value_and_grad(first, argnums=(0, 1))(jnp.float32(score), jnp.float32(sink))
+    assert share == (0.5 if score > sink else 0.0) and slopes == (0.0, 0.0)
+
+
 @pytest.mark.parametrize("sign", [1.0, -1.0])
 def test_fc_02_masked_keys_get_nothing_at_huge_scores(sign):
     """Scores of +-1e6, the masked ones a million above the seen ones and the other way round."""
@@ -85,6 +94,15 @@ def test_fc_05_weights_of_equal_keys_in_bfloat16():
     np.testing.assert_allclose(pattern[0, 0, 1023], 1 / 1024, rtol=1e-3)
     weights = attention.softmax(jnp.ones((1, 1024), jnp.bfloat16), jnp.ones((1, 1024), bool))
     assert weights.dtype == jnp.float32 and abs(float(weights.sum()) - 1) < 1e-3
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+def test_fc_05_scores_of_bfloat16_are_not_rounded(implementation):
+    """Scores 100 and 100.25 of two keys: bfloat16 has steps of 0.5 there and would make the weights equal."""
+    q, k, v = (np.zeros((1, 2, 1, 16), jnp.bfloat16) for _ in range(3))
+    q[..., :2], k[..., 0], k[:, 1, :, 1], v[:, 1] = (20, 1), 20, 1, 1
+    z, _ = attend(q, k, v, np.arange(2)[None], None, implementation=implementation)
+    np.testing.assert_allclose(z[0, 1].astype(np.float32), 1 / (1 + np.exp(-0.25)), atol=5e-3)
 
 
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)

@@ -30,7 +30,7 @@ def changed(params, layer, name, change):
     return params
 
 
-static = {"static_argnums": 0, "static_argnames": ("capture", "implementation")}
+static = {"static_argnums": 0, "static_argnames": ("capture", "implementation", "start")}
 quick, plain = (jit(transformer.forward, **static) for jit in (oracle.quick_jit, oracle.plain_jit))
 
 
@@ -121,6 +121,15 @@ def test_gate_of_one_token_acts_there_alone():
         )
         moved = np.abs(change).max(-1) > 0
         assert moved[1, reached].all() and moved.sum() == moved[1, reached].sum()
+
+
+def test_interventions_keep_their_layer_when_entering_later():
+    """Entering at layer 1 with its own residual stream, layer 1 is still layer 1."""
+    cfg = small()
+    gate = Interventions(gate_LN=put(np.ones((L, N)), ((0, 1), 0.3), ((1, 2), 0.6)))
+    whole, aux, _ = quick(*inputs(cfg), interventions=gate, capture=("resid",))
+    again = quick(*inputs(cfg), interventions=gate, start=1, x_BTD=aux.resid_MBTD[1])[0]
+    np.testing.assert_allclose(again, whole, rtol=1e-5, atol=1e-5)
 
 
 def test_gradient_of_gates_is_per_token_and_head():

@@ -1,5 +1,4 @@
 """Prefix matching on patterns made by hand."""
-import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest

@@ -11,6 +11,8 @@ from mha_jax.model import transformer
 from mha_jax.probes import behaviour, icl, induction, panel
 from mha_jax.training import sharding
 
+pytestmark = pytest.mark.usefixtures("quick_module")
+
 
 def make(kv=2, task="repeat", vocab=64, length=32, model=None, **data):
     config = resolve(Config(
@@ -24,7 +26,7 @@ def make(kv=2, task="repeat", vocab=64, length=32, model=None, **data):
 
 
 @pytest.fixture(scope="module")
-def gqa():
+def gqa(quick_module):
     config, p = make()
     params = transformer.init_params(config.model, 0)
     return config, p, params, p.measure(params)
@@ -55,7 +57,7 @@ def test_the_panel_is_its_parts_computed_one_by_one(gqa):
 
 def test_the_light_probe_is_the_panels_own_prefix_matching(gqa):
     _, p, params, reading = gqa
-    light = p.induction(params).values
+    light = p.light(params).values
     assert light and all(reading.values[k] == v for k, v in light.items())
 
 

@@ -70,6 +70,7 @@ def test_fc_08_mean_over_tokens_by_hand(monkeypatch):
     assert (float(loss), float(grads["x"]), float(tokens)) == (2.5, 2.5, 4.0)
 
 
+@pytest.mark.usefixtures("quick_compile")
 @pytest.mark.parametrize("kv", [4, 2, 1])
 def test_fc_08_ragged_rows_accumulated_or_not_and_on_eight_devices(kv):
     results = []
@@ -97,6 +98,7 @@ def test_fc_12_a_batch_with_nothing_to_learn():
     assert all((np.asarray(g) == 0).all() for g in jax.tree.leaves(grads))
 
 
+@pytest.mark.usefixtures("quick_compile")
 def test_fc_12_b_nothing_changes_from_the_first_bad_step_on(monkeypatch):
     config, real = tiny(), step.mean_loss_and_grads
 
@@ -132,6 +134,7 @@ def test_eight_devices_train_like_one(kv):
     np.testing.assert_allclose(eight, one, atol=1e-5)
 
 
+@pytest.mark.usefixtures("quick_compile")
 def test_fsdp_and_tensor_parallel_train_like_one():
     config = tiny(2, mesh=MeshConfig(data=2, fsdp=2, tensor=2))
     got, _ = run_steps(config, sharding.make_mesh(config), [5] * 4)
@@ -139,6 +142,7 @@ def test_fsdp_and_tensor_parallel_train_like_one():
     np.testing.assert_allclose(got, plain, atol=1e-5)
 
 
+@pytest.mark.usefixtures("quick_compile")
 def test_kv_heads_that_do_not_divide_by_the_tensor_axis_are_replicated():
     config = tiny(2, mesh=MeshConfig(data=2, fsdp=1, tensor=4))
     got, now = run_steps(config, sharding.make_mesh(config), [5, 5])

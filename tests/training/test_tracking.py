@@ -331,7 +331,7 @@ def real(mode, workdir, steps, logged, environment, at_10=lambda: None) -> list[
     env = {k: v for k, v in os.environ.items() if not k.startswith("WANDB_")} | environment
     process = subprocess.Popen(
         [sys.executable, "-c", SCRIPT, mode, str(workdir), str(steps.start), str(steps.stop), str(logged)], cwd=ROOT,
-        env=env, text=True, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL,
+        env=env, text=True, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
     )  # fmt: skip
     out = []
     for line in process.stdout:
@@ -340,8 +340,7 @@ def real(mode, workdir, steps, logged, environment, at_10=lambda: None) -> list[
             at_10()
             process.stdin.write("\n")
             process.stdin.flush()
-    assert process.wait(timeout=60) == 0
-    assert "DONE" in out
+    assert process.wait(timeout=60) == 0 and "DONE" in out, out
     return [line.removeprefix("SAID ") for line in out if line.startswith("SAID ")]
 
 
