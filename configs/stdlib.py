@@ -11,9 +11,9 @@ from mha_jax.config import Config, DataConfig, ModelConfig, OptimizerConfig, Pro
 def get_config():
     return Config(
         name="stdlib",
-        steps=6000,
+        steps=10_000,
         model=ModelConfig(num_layers=2, d_model=128, num_heads=4, num_kv_heads=4, positions="shortformer"),
         data=DataConfig(task="text", dataset="stdlib", vocab_size=512, length=128, batch_size=32),
         optimizer=OptimizerConfig(learning_rate=3e-3, end_learning_rate=3e-4, warmup_steps=200),
-        probes=ProbesConfig(panel="100"),
+        probes=ProbesConfig(panel="200", induction_every=50),
     )

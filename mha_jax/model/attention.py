@@ -65,10 +65,11 @@ def smear(k_BSKH, gate_K, first_BS):
     return jnp.where(first_BS[..., None, None], k_BSKH, share_K1 * k_BSKH + (1 - share_K1) * before)
 
 
-def choose(implementation, *, needs_pattern, sink, dtype):
+def choose(implementation, *, needs_pattern, sink, dtype, length):
     """The implementation that will run. ValueError when the one asked for by name cannot do what is needed."""
     if implementation == "auto":
-        if needs_pattern:
+        # Up to two blocks of queries, skipping the future saves less than recomputing the pattern costs.
+        if needs_pattern or length <= 2 * BLOCK:
             return "einsum"
         half = dtype in (jnp.bfloat16, jnp.float16)
         return "fused" if jax.default_backend() == "gpu" and half and not sink else "blockwise"
@@ -149,7 +150,7 @@ def attend(q_BTNH, k_BSKH, v_BSKH, positions_bT, segments_bT, *, window=None, si
     B, T, N, H = q_BTNH.shape
     K = k_BSKH.shape[2]
     how = choose(implementation, needs_pattern=need_pattern or edit is not None, sink=sink_N is not None,
-                 dtype=q_BTNH.dtype)  # fmt: skip
+                 dtype=q_BTNH.dtype, length=T)  # fmt: skip
     q_BTKGH = (q_BTNH * H**-0.5).reshape(B, T, K, N // K, H)
     sink_KG = None if sink_N is None else sink_N.reshape(K, N // K)
     if how == "blockwise":

@@ -118,7 +118,8 @@ class Transformer(nnx.Module):
                  cache=None, capture=(), start=0, x_BTD=None, residual_sharding=None, implementation=None):  # fmt: skip
         """Logits of the next token at every position.
 
-        tokens_BT int; positions_BT (default 0..T-1); segments_BT (0 padding, equal numbers see each other).
+        tokens_BT int; positions_BT (default 0..T-1), ascending inside a segment: causality goes by position;
+        segments_BT (0 padding, equal numbers see each other).
         capture: names among CAPTURES. start, x_BTD: enter at layer `start` with this residual stream instead of
         the embedding. residual_sharding: NamedSharding of [B, T, D]. implementation: overrides the config's.
         Returns (logits_BTV float32, Aux, cache); the cache is for decoding, which this model does not do yet.

@@ -113,6 +113,12 @@ def test_fc_03_every_pair_of_choices_equals_numpy(cell):
 @pytest.mark.slow
 @pytest.mark.parametrize("cell", MATRIX, ids=name)
 def test_fc_03_every_combination_equals_numpy(cell):
+    compare(cell, oracle.quick_jit)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("cell", covering(MATRIX), ids=name)
+def test_fc_03_every_pair_compiled_plainly(cell):
     compare(cell, oracle.plain_jit)
 
 
@@ -135,8 +141,8 @@ def test_fc_03_what_is_not_done_is_refused_by_name(implementation, option):
 def test_choices_of_auto():
     """On CPU blocks; the einsum where a pattern is asked for, whatever the dtype."""
     for dtype in (jnp.float32, jnp.bfloat16):
-        assert attention.choose("auto", needs_pattern=True, sink=True, dtype=dtype) == "einsum"
-        assert attention.choose("auto", needs_pattern=False, sink=False, dtype=dtype) == "blockwise"
+        assert attention.choose("auto", needs_pattern=True, sink=True, dtype=dtype, length=192) == "einsum"
+        assert attention.choose("auto", needs_pattern=False, sink=False, dtype=dtype, length=192) == "blockwise"
 
 
 def test_choices_of_auto_on_gpu(monkeypatch):
@@ -144,7 +150,7 @@ def test_choices_of_auto_on_gpu(monkeypatch):
     for dtype, sink, expected in (
         (jnp.bfloat16, False, "fused"), (jnp.bfloat16, True, "blockwise"), (jnp.float32, False, "blockwise"),
     ):  # fmt: skip
-        assert attention.choose("auto", needs_pattern=False, sink=sink, dtype=dtype) == expected
+        assert attention.choose("auto", needs_pattern=False, sink=sink, dtype=dtype, length=192) == expected
 
 
 @pytest.mark.parametrize("implementation", AXES["implementation"])

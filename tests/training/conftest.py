@@ -9,6 +9,7 @@ import pytest
 from mha_jax.data import source
 from mha_jax.probes.panel import Panel
 from mha_jax.training import loop, state, step
+from tests.training import tiny
 
 _made = {}
 
@@ -62,3 +63,17 @@ def one_device(monkeypatch):
     devices = jax.devices()
     monkeypatch.setattr(jax, "devices", lambda *_: devices[:1])
     monkeypatch.setattr(jax, "device_count", lambda *_: 1)
+
+
+@pytest.fixture(scope="session")
+def whole(tmp_path_factory):
+    """kv_heads -> folder of a run that nothing interrupted; for tests that use the two fixtures above."""
+    made = {}
+
+    def folder(kv_heads):
+        if kv_heads not in made:
+            made[kv_heads] = tmp_path_factory.mktemp(f"whole{kv_heads}")
+            tiny.train(tiny.config(**{"model.num_kv_heads": kv_heads}), made[kv_heads])
+        return made[kv_heads]
+
+    return folder

@@ -1,9 +1,13 @@
 """A run of 30 steps on one device, small enough for a test, and ways to look at what it left."""
 import json
+import os
 import pathlib
+import signal
 
 import jax
+import jax.numpy as jnp
 import numpy as np
+import pytest
 
 from mha_jax.config import CheckpointConfig, Config, DataConfig, ModelConfig, OptimizerConfig, ProbesConfig, resolve
 from mha_jax.training import loop, sharding, state
@@ -91,3 +95,54 @@ def assert_same_run(cfg: Config, a, b):
     assert probes(a).keys() == probes(b).keys()
     for name, arrays in probes(a).items():
         assert_same_bits(arrays, probes(b)[name])
+
+
+class Killed(BaseException):
+    """kill -9, as far as the files are concerned."""
+
+
+def stop_at(monkeypatch, at: int, how):
+    """Calls `how` after the device call that reaches step `at`; a run that never reaches it fails the test."""
+    advance = loop.Training._advance
+
+    def and_stop(self):
+        advance(self)
+        if self.progress.step == at:
+            monkeypatch.setattr(loop.Training, "_advance", advance)
+            how()
+        assert self.progress.step <= at or loop.Training._advance is advance
+
+    monkeypatch.setattr(loop.Training, "_advance", and_stop)
+
+
+def terminate():
+    os.kill(os.getpid(), signal.SIGTERM)
+
+
+def kill():
+    raise Killed
+
+
+def interrupted(monkeypatch, cfg, workdir, at, how):
+    stop_at(monkeypatch, at, how)
+    with pytest.raises((loop.Stopped, Killed)) as caught:
+        train(cfg, workdir)
+    if caught.type is loop.Stopped:
+        assert caught.value.code == 143
+        assert Checkpoints(workdir, cfg.checkpoint).steps()[-1] == at
+
+
+class Poisoned:
+    """A source whose batch of one step has infinite weights, hence a loss that is not finite."""
+
+    def __init__(self, source, at):
+        self._source, self._at = source, at
+
+    def __getattr__(self, name):
+        return getattr(self._source, name)
+
+    def batches(self, first, n):
+        batches = self._source.batches(first, n)
+        if first <= self._at < first + n:
+            batches["weights_BT"] = batches["weights_BT"].at[self._at - first].set(jnp.inf)
+        return batches
