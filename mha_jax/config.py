@@ -13,6 +13,8 @@ from typing import Optional
 
 from mha_jax.schedule import Schedule
 
+SMALL_VOCAB = 16  # below it random blocks repeat too often: prefix matching is scored on the task's own sequences
+
 
 class ConfigError(ValueError):
     """Bad config or input. The commands print the message on one line and exit with code 2."""
@@ -280,6 +282,9 @@ def _resolve_data(d: DataConfig):
     if d.task == "trigger":
         _require(1 <= d.num_triggers <= d.vocab_size - 2, f"config.data.num_triggers = {d.num_triggers}: "
                  f"allowed is 1 to config.data.vocab_size - 2 = {d.vocab_size - 2}")  # fmt: skip
+    if d.task in ("markov", "text") or d.random_triggers:
+        _require(d.length >= 7, f"config.data.length = {d.length}: allowed is 7 or more, else the early ICL window, "
+                 "positions 0.05 T to 0.15 T, is empty")  # fmt: skip
     if d.task == "markov":
         _require(d.vocab_size >= 2, f"config.data.vocab_size = {d.vocab_size}: allowed is 2 or more states")
     if d.task == "text":
@@ -330,6 +335,11 @@ def _resolve_run(c: Config):
                 Schedule.parse(text)
         except ValueError as error:
             raise ConfigError(f"config.{key} = {error}") from None
+    _require(c.seed < 2**31, f"config.seed = {c.seed}: allowed is 0 to {2**31 - 1}")
+    read = {"rows": c.probes.rows} | ({"repeats": c.probes.repeats} if c.data.vocab_size < SMALL_VOCAB else {})
+    for key, rows in read.items():
+        _require(rows <= c.data.eval_rows, f"config.probes.{key} = {rows} is more than config.data.eval_rows = "
+                 f"{c.data.eval_rows}")  # fmt: skip
     o, a = c.optimizer, c.optimizer.accumulation
     _require(o.end_learning_rate <= o.learning_rate, f"config.optimizer.end_learning_rate = {o.end_learning_rate} is "
              f"more than config.optimizer.learning_rate = {o.learning_rate}")  # fmt: skip

@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from mha_jax.config import Config
+from mha_jax.config import SMALL_VOCAB, Config
 from mha_jax.data import tasks
 from mha_jax.data.text import open_text
 from mha_jax.data.tokenizer import Tokenizer
@@ -20,9 +20,6 @@ from mha_jax.layout import batch_sharding, put_rows
 
 # Above every run's seed, so evaluation rows are never training rows, and all runs of a task share them.
 EVAL_SEED = 2**31 + 1
-
-
-SMALL_VOCAB = 16  # below it random blocks repeat too often: prefix matching is scored on the task's own sequences
 
 
 @dataclasses.dataclass(frozen=True)
@@ -40,11 +37,6 @@ class Evaluation:
     late_RT: np.ndarray
     plateau: str
 
-    @property
-    def bayes(self) -> float | None:
-        """Mean loss of the exact optimum on these rows; None where it is not known."""
-        return float(self.lines["bayes"].mean()) if "bayes" in self.lines else None
-
 
 class TaskSource:
     """A synthetic task: rows made on the devices that hold them."""
@@ -56,6 +48,7 @@ class TaskSource:
         self.task = tasks.make_task(config.data)
         self.config = config
         self.description = f"{config.data.task}, made on the fly"
+        self.fingerprint = repr(self.task)
         self._make = _batch_maker(self.task, config.data.batch_size, config.steps_per_call, mesh)
         if config.data.vocab_size < SMALL_VOCAB:
             self.induction_probe = "the task's own sequences"
@@ -82,6 +75,8 @@ class TextSource:
         self.config, self.mesh = config, mesh
         self.tokenizer = self.text.tokenizer
         self.description = self.text.describe()
+        streams = (self.text.train, self.text.validation)
+        self.fingerprint = "-".join(x.fingerprint[:16] for x in (self.tokenizer, *streams))
         self.repeated_spans = self.text.repeated_spans
 
     def batches(self, step: int, n: int) -> dict:

@@ -6,7 +6,7 @@ one KV head, H head width. K = N is MHA, K = 1 is MQA. Query head n reads KV hea
 `attend` chooses among three implementations of the same function of (q, k, v, mask):
   einsum     forms the pattern, can return it and be told what it is
   blockwise  causal blocks of queries that skip the future and are recomputed in the backward pass
-  fused      jax.nn.dot_product_attention (cuDNN on GPU)
+  fused      jax.nn.dot_product_attention, by cuDNN where a GPU can
 """
 import functools
 
@@ -65,14 +65,13 @@ def smear(k_BSKH, gate_K, first_BS):
     return jnp.where(first_BS[..., None, None], k_BSKH, share_K1 * k_BSKH + (1 - share_K1) * before)
 
 
-def choose(implementation, *, needs_pattern, sink, dtype, length):
+def choose(implementation, *, needs_pattern, sink, length):
     """The implementation that will run. ValueError when the one asked for by name cannot do what is needed."""
     if implementation == "auto":
         # Up to two blocks of queries, skipping the future saves less than recomputing the pattern costs.
         if needs_pattern or length <= 2 * BLOCK:
             return "einsum"
-        half = dtype in (jnp.bfloat16, jnp.float16)
-        return "fused" if jax.default_backend() == "gpu" and half and not sink else "blockwise"
+        return "blockwise"
     if needs_pattern and implementation != "einsum":
         raise ValueError(f"attention = {implementation!r} never forms the pattern: allowed are einsum, auto")
     if sink and implementation == "fused":
@@ -132,9 +131,13 @@ def blockwise(q_BTKGH, k_BSKH, v_BSKH, place, window, sink_KG, batch_shards):
 def fused(q_BTKGH, k_BSKH, v_BSKH, seen_BTS):
     """z [B, T, K, G, H] by jax.nn.dot_product_attention; rows that see nothing, which it averages, made 0."""
     B, T, K, G, H = q_BTKGH.shape
+    # Left to choose, JAX takes XLA, which forms the pattern; cuDNN's limits are those it checks itself.
+    half = q_BTKGH.dtype in (jnp.bfloat16, jnp.float16)
+    cudnn = jax.default_backend() == "gpu" and half and H % 8 == 0 and H <= 128 and T % 2 == 0
     z = jax.nn.dot_product_attention(
-        q_BTKGH.reshape(B, T, K * G, H), k_BSKH, v_BSKH, mask=seen_BTS[:, None], scale=1.0
-    ).reshape(q_BTKGH.shape)
+        q_BTKGH.reshape(B, T, K * G, H), k_BSKH, v_BSKH, mask=seen_BTS[:, None], scale=1.0,
+        implementation="cudnn" if cudnn else "xla",
+    ).reshape(q_BTKGH.shape)  # fmt: skip
     return jnp.where(seen_BTS.any(-1)[:, :, None, None, None], z, 0)
 
 
@@ -150,7 +153,7 @@ def attend(q_BTNH, k_BSKH, v_BSKH, positions_bT, segments_bT, *, window=None, si
     B, T, N, H = q_BTNH.shape
     K = k_BSKH.shape[2]
     how = choose(implementation, needs_pattern=need_pattern or edit is not None, sink=sink_N is not None,
-                 dtype=q_BTNH.dtype, length=T)  # fmt: skip
+                 length=T)  # fmt: skip
     q_BTKGH = (q_BTNH * H**-0.5).reshape(B, T, K, N // K, H)
     sink_KG = None if sink_N is None else sink_N.reshape(K, N // K)
     if how == "blockwise":

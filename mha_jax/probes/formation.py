@@ -87,15 +87,18 @@ def _rise(steps, values):
 
 
 def loss_midpoint(steps, eval_loss, plateau, bayes):
-    """First probed step with an evaluation loss below the mean of the plateau and Bayes lines, or None.
+    """(step, bracket): the first probed step with an evaluation loss below the mean of the plateau and Bayes lines,
+    and the probed steps around the fall; (None, None) if never.
 
-    All in nats on the same sequences. None also when a line is None (text has no known optimum).
+    All in nats on the same sequences. (None, None) also when a line is None (text has no known optimum).
     """
     if plateau is None or bayes is None:
-        return None
+        return None, None
     steps, eval_loss = _series(steps, eval_loss)
     below = np.flatnonzero(eval_loss < (plateau + bayes) / 2)
-    return int(steps[below[0]]) if len(below) else None
+    if not len(below):
+        return None, None
+    return int(steps[below[0]]), (int(steps[max(below[0] - 1, 0)]), int(steps[below[0]]))
 
 
 def midpoint_gap(loss_midpoint_step, formed):
@@ -105,8 +108,11 @@ def midpoint_gap(loss_midpoint_step, formed):
     return loss_midpoint_step - formed.step
 
 
-def describe(formed, loss_midpoint_step=None):
-    """One line to print: the formation with its bracket, and the gap to the loss midpoint if there is one."""
+def describe(formed, midpoint_step=None, midpoint_bracket=None):
+    """One line to print: the formation with its bracket, and the gap to the loss midpoint if there is one.
+
+    Which came first is said only where the two brackets do not overlap.
+    """
     if formed.step is None:
         if formed.censored_at is None:
             return "induction: not probed"
@@ -119,9 +125,13 @@ def describe(formed, loss_midpoint_step=None):
         line += f"10-90 % of the rise in {formed.width:.0f} steps)"
     if formed.unstable:
         line += f", later below {LOST}"
-    gap = midpoint_gap(loss_midpoint_step, formed)
-    if loss_midpoint_step is not None:
-        line += f"; loss midpoint at step {loss_midpoint_step}"
-    if gap is not None:
-        line += f", {abs(gap):.0f} steps {'after' if gap > 0 else 'before'} it (not an order of cause)"
-    return line
+    if midpoint_step is None:
+        return line
+    low, high = midpoint_bracket
+    line += f"; loss midpoint at step {midpoint_step} (between evaluations {low} and {high})"
+    gap = midpoint_gap(midpoint_step, formed)
+    if gap is None:
+        return line
+    if low < formed.bracket[1] and formed.bracket[0] < high:
+        return line + f", gap {gap:+.0f} steps: too close to tell which came first (and not an order of cause)"
+    return line + f", gap {gap:+.0f} steps (not an order of cause)"

@@ -9,8 +9,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from mha_jax.config import Config
-from mha_jax.data.source import SMALL_VOCAB, Evaluation, to_batch
+from mha_jax.config import SMALL_VOCAB, Config
+from mha_jax.data.source import Evaluation, to_batch
 from mha_jax.layout import put_rows, replicated, residual_sharding
 from mha_jax.model import transformer
 from mha_jax.probes import behaviour, icl, induction
@@ -57,6 +57,8 @@ class Panel:
         self.model = dataclasses.replace(config.model, dtype="float32", attention="auto")
         self.graph = transformer.graphdef(self.model)
         self.evaluation = source.evaluation()
+        copyable_RT = np.asarray(icl.copyable(self.evaluation.tokens_RU))
+        self.parts = self.evaluation.parts | {"copyable": copyable_RT, "not_copyable": ~copyable_RT}
         self.repeats = repeats(config, source, self.evaluation)
         batch = to_batch(self.evaluation.tokens_RU)
         self._inputs = {
@@ -71,6 +73,8 @@ class Panel:
         self.copying_chance, self.copying_sd = behaviour.copying_chance(self._sample())
         self.chance_P = {name: np.array([float(induction.chance(induction.prefix_targets(t), config.model.window))
                                          for t in tokens]) for name, (_, tokens) in self.repeats.items()}  # fmt: skip
+        self.ceiling = min(float(induction.ceiling(induction.prefix_targets(t), config.model.window))
+                           for t in self.repeats["induction"][1])  # fmt: skip
         self.chances = self._chances()
         self.limits = self._limits()
         self._measure = self._jit(self._measure_arrays)
@@ -95,7 +99,7 @@ class Panel:
         """Prefix matching of every head alone: cheap enough to follow a formation closely."""
         with jax.default_matmul_precision("highest"):
             found = jax.tree.map(np.asarray, self._light(params, self._inputs, self._repeats))
-        return Reading(self._induction_values(found), {f"{n}_PLN": a for n, a in found.items()})
+        return Reading(self._induction_values(found), {})
 
     def _sample(self):
         exclude = () if self.source.tokenizer is None else (self.source.tokenizer.eot,)
@@ -112,8 +116,8 @@ class Panel:
         """{probe: score_PLN}; one repeat length at a time, for a pattern of every head is large."""
 
         def of_period(tokens_BT):
-            pattern = self._forward(params, tokens_BT, capture=("pattern",))[1].pattern_LBNTS
-            return induction.target_mass(pattern, induction.prefix_targets(tokens_BT))
+            pattern_LBNTS = self._forward(params, tokens_BT, capture=("pattern",))[1].pattern_LBNTS
+            return induction.target_mass(pattern_LBNTS, induction.prefix_targets(tokens_BT))
 
         return {name: jax.lax.map(of_period, tokens_PBT) for name, tokens_PBT in repeats.items()}
 
@@ -121,19 +125,19 @@ class Panel:
         m, group = self.model, self.model.num_heads // self.model.num_kv_heads
         loss_BT = icl.token_loss(self._forward(params, x["inputs_BT"])[0], x["targets_BT"])
         score, error = icl.icl_score(loss_BT, x["early_BT"], x["late_BT"])
-        pattern = self._forward(params, x["rows_BT"], capture=("pattern",))[1].pattern_LBNTS
+        pattern_LBNTS = self._forward(params, x["rows_BT"], capture=("pattern",))[1].pattern_LBNTS
         allowed_T = induction.allowed_counts(self.config.data.length, m.window)
         scores = {
-            "previous_token": behaviour.previous_token(pattern),
-            "duplicate_token": behaviour.duplicate_token(pattern, x["rows_BT"]),
-            "first_token": behaviour.first_token(pattern),
-            "self": behaviour.self_attention(pattern),
-            "confidence": behaviour.confidence(pattern),
-            "entropy": behaviour.entropy(pattern, allowed_T, m.sink),
+            "previous_token": behaviour.previous_token(pattern_LBNTS),
+            "duplicate_token": behaviour.duplicate_token(pattern_LBNTS, x["rows_BT"]),
+            "first_token": behaviour.first_token(pattern_LBNTS),
+            "self": behaviour.self_attention(pattern_LBNTS),
+            "confidence": behaviour.confidence(pattern_LBNTS),
+            "entropy": behaviour.entropy(pattern_LBNTS, allowed_T, m.sink),
             "copying": self._copying(params, x["sample_BS"]),
         }
-        apart = {"cosine": behaviour.disagreement_cosine(pattern, group),
-                 "js": behaviour.disagreement_js(pattern, group, m.sink)}  # fmt: skip
+        apart = {"cosine": behaviour.disagreement_cosine(pattern_LBNTS, group),
+                 "js": behaviour.disagreement_js(pattern_LBNTS, group, m.sink)}  # fmt: skip
         return {
             "loss_BT": loss_BT, "icl_score": score, "icl_score_se": error, "icl_olsson": icl.olsson(loss_BT),
             "prefix": self._prefix_scores(params, repeats), "scores": scores,
@@ -180,7 +184,7 @@ class Panel:
     def _reading(self, found) -> Reading:
         e, loss_BT = self.evaluation, found["loss_BT"]
         values = {"eval/loss": float(loss_BT.mean(dtype=np.float64))}
-        values |= {f"eval/{name}": float(loss_BT[mask].mean(dtype=np.float64)) for name, mask in e.parts.items()
+        values |= {f"eval/{name}": float(loss_BT[mask].mean(dtype=np.float64)) for name, mask in self.parts.items()
                    if mask.any()}  # fmt: skip
         values |= {"icl/score": float(found["icl_score"]), "icl/score_se": float(found["icl_score_se"])}
         if found["icl_olsson"] is not None:

@@ -5,7 +5,7 @@ import pathlib
 import numpy as np
 
 from mha_jax.model import transformer
-from mha_jax.probes import icl
+from mha_jax.probes import behaviour, icl
 from mha_jax.probes.panel import HEAD_SCORES, Panel, Reading, head_name
 from mha_jax.report import canvas, plots
 from mha_jax.run import Run, open_run
@@ -37,9 +37,11 @@ def heads_result(panel: Panel, reading: Reading) -> dict:
     pm = panel.prefix_matching(a)
     scores = {"induction": pm.score_LN, "induction_mean": pm.mean_LN, "induction_strength": pm.strength_LN}  # fmt: skip
     scores |= {name: a[f"{name}_LN"] for name in HEAD_SCORES}
+    scores["copying_olsson_scale"] = behaviour.olsson_scale(a["copying_LN"])
     chance = panel.chances | {"induction": float(np.nanmax(panel.chance_P["induction"]))}
     return {
         "induction_probe": panel.source.induction_probe,
+        "induction_ceiling": panel.ceiling,
         "periods": [int(p) for p in panel.repeats["induction"][0]],
         "induction_heads": [head_name(*h) for h in panel.induction_heads(a)],
         "chance": chance | {"copying_sd": panel.copying_sd},

@@ -139,18 +139,21 @@ def heads_figure(run: Run, step: int, arrays: dict) -> Figure:
     tables = [_table(arrays, key) for key in SCORES]
     L, N = tables[0][0].shape
     cell_w, cell_h = min(max(0.36, 1.5 / N), 4.4 / N), min(0.3, 3.6 / L)  # inches
-    width, height = 0.85 + 4 * N * cell_w + 3 * 0.35, 1.75 + 2 * L * cell_h + 0.65
+    rows = -(-len(SCORES) // 4)
+    width, height = 0.85 + 4 * N * cell_w + 3 * 0.35, 1.1 + rows * (0.65 + L * cell_h)
     figure = Figure(figsize=(width, height), dpi=DPI)
-    axes = figure.subplots(2, 4, sharex=True, sharey=True)
+    axes = figure.subplots(rows, 4, sharex=True, sharey=True)
     figure.subplots_adjust(left=0.6 / width, right=1 - 0.25 / width, top=1 - 1.0 / height, bottom=0.75 / height,
                            wspace=0.35 / (N * cell_w), hspace=0.65 / (L * cell_h))  # fmt: skip
-    for ax, key, (table_LN, chance) in zip(axes.flat, SCORES, tables, strict=True):
+    for ax in axes.flat[len(SCORES) :]:
+        ax.set_visible(False)
+    for ax, key, (table_LN, chance) in zip(axes.flat[: len(SCORES)], SCORES, tables, strict=True):
         image = _heatmap(ax, table_LN, numbers=cell_w >= 0.33 and cell_h >= 0.18)
         ax.set_title(chance, loc="left", size=8, color=GREY, pad=4)
         ax.annotate(key.replace("_", " "), (0, 1), (0, 15), xycoords="axes fraction", textcoords="offset points")
         ax.set_xticks(range(0, N, -int(-0.18 // cell_w)))
         ax.set_yticks(range(0, L, -int(-0.18 // cell_h)))
-    for ax, side in [(ax, ax.set_ylabel) for ax in axes[:, 0]] + [(ax, ax.set_xlabel) for ax in axes[1]]:
+    for ax, side in [(ax, ax.set_ylabel) for ax in axes[:, 0]] + [(ax, ax.set_xlabel) for ax in axes[-1]]:
         side("layer" if side == ax.set_ylabel else "head")
     bar = figure.add_axes((1 - 1.65 / width, 0.25 / height, 1.4 / width, 0.07 / height))
     figure.colorbar(image, cax=bar, orientation="horizontal", ticks=(0, 0.5, 1)).outline.set_visible(False)

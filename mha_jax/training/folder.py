@@ -86,7 +86,8 @@ def check_same_run(workdir: pathlib.Path, new: Config, params_only: bool) -> lis
         listed = "; ".join(f"config.{k} was {a!r}, is {b!r}" for k, (a, b) in fatal.items())
         hint = " (--restore=params keeps the parameters and starts a fresh optimizer)" if all(
             k.startswith("optimizer.") for k in fatal) else ""  # fmt: skip
-        raise ConfigError(f"--workdir={workdir} holds another run: {listed}; choose another folder{hint}")
+        raise ConfigError(f"--workdir={workdir} holds another run: {listed}; choose another --workdir (make: "
+                          f"WORKDIR=...){hint}")  # fmt: skip
     out = []
     if "steps" in changed:
         old, now = changed["steps"]
@@ -104,6 +105,24 @@ def check_same_optimizer(meta: dict, new: Config):
     if listed:
         raise ConfigError(f"the optimizer state of checkpoint {meta['step']} was made under other settings: {listed} "
                           "(--restore=params keeps the parameters and starts a fresh optimizer)")  # fmt: skip
+
+
+def check_same_data(meta: dict, fingerprint: str):
+    """ConfigError when the data here is not what a checkpoint was trained on (another Python, say, has another
+    standard library): the same config would speak of other tokens."""
+    saved = meta.get("data")
+    if saved != fingerprint:
+        raise ConfigError(f"the data here is not that of step {meta['step']}: its fingerprint is {fingerprint}, the "
+                          f"checkpoint's {saved}; 'stdlib' is the library of the Python that runs, so use the Python "
+                          "of environment.json, or train on a prepared dataset folder")  # fmt: skip
+
+
+def write_environment(workdir: pathlib.Path, mesh, step: int):
+    """environment.json: where the run continues now, and under `earlier` where it ran before, with the steps."""
+    path = workdir / "environment.json"
+    before = json.loads(path.read_text()) if path.exists() else None
+    earlier = [] if before is None else [*before.pop("earlier", []), before]
+    write_json(path, {"from_step": step} | environment(mesh) | {"earlier": earlier})
 
 
 def environment(mesh) -> dict:

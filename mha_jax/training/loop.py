@@ -23,7 +23,7 @@ from mha_jax.schedule import Schedule
 from mha_jax.training import folder, sharding, state, step, summary
 from mha_jax.training.checkpoint import Checkpoints
 from mha_jax.training.console import Console
-from mha_jax.training.signals import EXIT, Stop
+from mha_jax.training.signals import Stop
 from mha_jax.training.tracking import Tracker, drop_after, read_metrics, variant
 
 
@@ -36,7 +36,7 @@ class NonFinite(RuntimeError):
 
 
 class Stopped(SystemExit):
-    """SIGTERM was obeyed: state saved, exit code 143."""
+    """SIGTERM (exit code 143) or Ctrl-C (130) was obeyed: the state is saved."""
 
 
 @dataclasses.dataclass
@@ -70,6 +70,12 @@ class Training:
         resumes = (workdir / "config.json").exists()
         for warning in folder.check_same_run(workdir, config, restore == "params") if resumes else []:
             console.say(f"warning: {warning}")
+        if restore == "params" and not (workdir / "checkpoints").exists():
+            raise ConfigError(f"--restore=params: {workdir / 'checkpoints'} has no checkpoint to take them from")
+        try:
+            workdir.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise ConfigError(f"--workdir={workdir}: cannot be used ({folder.first_line(error)})") from None
         devices = jax.devices()
         console.say(f"{config.name}: {variant(config.model)}, {transformer.count_params(config.model):,} parameters, "
                     f"on {len(devices)} {devices[0].platform} device(s) ({devices[0].device_kind}), mesh "
@@ -77,6 +83,11 @@ class Training:
         if config.model.num_kv_heads % config.mesh.tensor:
             console.say(f"K/V are replicated: config.model.num_kv_heads = {config.model.num_kv_heads} does not divide "
                         f"by config.mesh.tensor = {config.mesh.tensor}")  # fmt: skip
+        if config.optimizer.warmup_steps >= config.steps > 0:
+            console.say(f"warning: config.optimizer.warmup_steps = {config.optimizer.warmup_steps} is not below "
+                        f"config.steps = {config.steps}: the learning rate only rises")  # fmt: skip
+        if config.optimizer.weight_decay:
+            console.say(f"weight decay {config.optimizer.weight_decay} on {', '.join(state.decayed_names(config))}")
         # A resumed run keeps its own tokenizer: one trained again on another corpus would change every token.
         own = workdir / "tokenizer.json"
         self.source = make_source(config, self.mesh, Tokenizer.load(own) if resumes and own.exists() else None)
@@ -93,7 +104,9 @@ class Training:
         if first:
             logged = drop_after(workdir, self.progress.step) if resumes else 0
             folder.write_json(workdir / "config.json", configs.to_dict(config))
-            folder.write_json(workdir / "environment.json", folder.environment(self.mesh))
+            if self.progress.step < config.steps:  # a finished run stays as it was made
+                folder.write_environment(workdir, self.mesh, self.progress.step)
+                (workdir / "summary.json").unlink(missing_ok=True)
             if self.source.tokenizer is not None:
                 self.source.tokenizer.save(workdir / "tokenizer.json")
         if jax.process_count() > 1:  # nobody reads the events before they are rewound
@@ -114,7 +127,8 @@ class Training:
         at, items, meta = found
         if at > self.config.steps:
             raise ConfigError(f"config.steps = {self.config.steps} is less than the saved step {at} in "
-                              f"{self.checkpoints.folder}")  # fmt: skip
+                              f"{self.checkpoints.folder}; choose another --workdir (make: WORKDIR=...)")  # fmt: skip
+        folder.check_same_data(meta, self.source.fingerprint)
         if restore == "state":
             folder.check_same_optimizer(meta, self.config)
         scalar = lambda x: jax.device_put(jnp.int32(x), replicated(self.mesh))  # noqa: E731
@@ -142,7 +156,7 @@ class Training:
             self.tracker.log(error.step, self.progress.tokens, self.progress.seconds, {"failed_at": error.step})
             raise
         except Stopped:
-            exit_code = EXIT
+            exit_code = self.stop.exit_code
             raise
         finally:
             self.console.close()
@@ -163,7 +177,7 @@ class Training:
                 self._flush()
                 if self.saved_at != self.progress.step:
                     self._save(None)
-                raise Stopped(EXIT)
+                raise Stopped(self.stop.exit_code)
             self._advance()
 
     def _compile(self):
@@ -244,6 +258,7 @@ class Training:
                 raise NonFinite(f"step {at + i}: loss {values['train/loss']}, gradient norm "
                                 f"{values['train/grad_norm']}; nothing was updated from there on, {last}", at + i)
             self.progress.tokens += int(values["train/tokens"])
+        self._show(False)
 
     def _probe(self, measure, full: bool, log: bool):
         begin = time.perf_counter()
@@ -255,7 +270,8 @@ class Training:
             self.reading = reading
             rate = {"perf/probe_share": p.probe_seconds / max(p.seconds, 1e-9),
                     "perf/tokens_per_second": p.tokens / max(p.seconds, 1e-9)}  # fmt: skip
-            values |= (self.panel.limits if p.step == 0 else {}) | rate
+            known = any("limit/uniform" in e for e in self.events)
+            values |= ({} if known else self.panel.limits) | rate
         if log:
             self.events.append({"step": p.step} | values)
             if full:  # before the line, so that a line always has its arrays
@@ -277,7 +293,8 @@ class Training:
     def _save(self, eval_loss: float | None):
         p = self.progress
         meta = {"tokens": p.tokens, "seconds": p.seconds, "probe_seconds": p.probe_seconds,
-                "compile_seconds": p.compile_seconds, "config": configs.to_dict(self.config)}  # fmt: skip
+                "compile_seconds": p.compile_seconds, "data": self.source.fingerprint,
+                "config": configs.to_dict(self.config)}  # fmt: skip
         self.checkpoints.save(p.step, self.state, meta, eval_loss)
         self.saved_at = p.step
 

@@ -1,4 +1,4 @@
-"""SIGTERM: a run asked to stop saves and exits with 143; one that has not made a step yet exits at once."""
+"""SIGTERM and Ctrl-C: a run asked to stop saves first; one that has not made a step yet exits at once."""
 import os
 import signal
 import threading
@@ -7,19 +7,21 @@ import jax
 import numpy as np
 from jax.experimental import multihost_utils
 
-EXIT = 143  # 128 + SIGTERM, what a shell reports
+EXITS = {signal.SIGTERM: 143, signal.SIGINT: 130}  # 128 + the signal, what a shell reports
 
 
 class Stop:
-    """Set by SIGTERM. Install after jax.distributed.initialize, which replaces earlier handlers."""
+    """Set by SIGTERM or Ctrl-C; a second Ctrl-C kills. Install after jax.distributed.initialize, which replaces
+    earlier handlers."""
 
     def __init__(self):
         self._asked = threading.Event()
         self._started = threading.Event()
         self._closed = False
+        self.exit_code = EXITS[signal.SIGTERM]
         read, write = os.pipe()
         os.set_blocking(write, False)
-        self._before = signal.signal(signal.SIGTERM, lambda *_: self._asked.set())
+        self._before = {number: signal.signal(number, self._ask) for number in EXITS}
         # Python handlers wait for the interpreter, which a compilation can hold for minutes: a byte on a pipe
         # is written by the C handler at once and read by a thread.
         self._fd_before, self._write = signal.set_wakeup_fd(write, warn_on_full_buffer=False), write
@@ -27,11 +29,14 @@ class Stop:
 
     def _watch(self, read: int):
         while number := os.read(read, 1):
-            if number[0] == signal.SIGTERM:
-                if not self._started.is_set():
-                    os._exit(EXIT)
-                self._asked.set()
+            if number[0] in EXITS and not self._started.is_set():
+                os._exit(EXITS[number[0]])
         os.close(read)
+
+    def _ask(self, number, _frame):
+        self.exit_code = EXITS[number]
+        self._asked.set()
+        signal.signal(signal.SIGINT, signal.default_int_handler)
 
     def started(self):
         """From here on there is work worth saving."""
@@ -45,11 +50,12 @@ class Stop:
         return bool(np.any(multihost_utils.process_allgather(np.array(mine))))
 
     def close(self):
-        """Leaves SIGTERM to whoever had it before: from here on nothing is left to save. Twice is once."""
+        """Leaves the signals to whoever had them before: nothing is left to save. Twice is once."""
         if self._closed:
             return
         self._closed = True
         signal.set_wakeup_fd(self._fd_before)
-        if self._before is not None:  # None: it was not Python's, and Python cannot put it back
-            signal.signal(signal.SIGTERM, self._before)
+        for number, handler in self._before.items():
+            if handler is not None:  # None: it was not Python's, and Python cannot put it back
+                signal.signal(number, handler)
         os.close(self._write)

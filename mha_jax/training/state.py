@@ -26,6 +26,13 @@ def init_state(config: Config, seed) -> dict:
     }
 
 
+def decayed_names(config: Config) -> list[str]:
+    """Names of the parameters that weight decay touches, each once."""
+    params = jax.eval_shape(functools.partial(transformer.init_params, config.model), 0)
+    flags = jax.tree_util.tree_leaves_with_path(optimizer.decay_mask(params))
+    return sorted({sharding.path_name(path).rpartition("/")[2] for path, decayed in flags if decayed})
+
+
 def abstract_state(config: Config, mesh) -> dict:
     """Shapes, dtypes and shardings of the state, without making it."""
     shapes = jax.eval_shape(functools.partial(init_state, config), 0)

@@ -2,6 +2,7 @@
 from mha_jax.config import Config
 from mha_jax.probes import formation as formations
 from mha_jax.probes import icl, induction
+from mha_jax.probes.panel import head_name
 from mha_jax.training.folder import DEFINITIONS
 
 FOLLOW = 20  # probes at or above the threshold after which a formation needs no close watch any more
@@ -18,8 +19,8 @@ def settled(events: list[dict]) -> bool:
     return sum(v >= formations.FORMED for v in series(events, "induction/strength")[1]) >= FOLLOW
 
 
-def formation_of(events: list[dict], panel) -> tuple[formations.Formation, int | None]:
-    """(formation of the strongest head, loss midpoint step) of a run."""
+def formation_of(events: list[dict], panel) -> tuple[formations.Formation, tuple]:
+    """(formation of the strongest head, (loss midpoint step, its bracket)) of a run."""
     formed = formations.formation(*series(events, "induction/strength"))
     plateau = panel.limits.get(f"limit/{panel.evaluation.plateau}")
     midpoint = formations.loss_midpoint(*series(events, "eval/loss"), plateau, panel.limits.get("limit/bayes"))
@@ -29,9 +30,9 @@ def formation_of(events: list[dict], panel) -> tuple[formations.Formation, int |
 def summarise(config: Config, events: list[dict], panel, reading, totals: dict) -> dict:
     """summary.json: `reading` is the last panel's, `totals` what the loop counted (steps, tokens, seconds, ...)."""
     values = reading.values
-    formed, midpoint = formation_of(events, panel)
+    formed, (midpoint, midpoint_bracket) = formation_of(events, panel)
     found = panel.prefix_matching(reading.arrays)
-    best = induction.best_head(found.score_LN)
+    best = induction.best_head(found.strength_LN)
     none = best[0] < 0
     e = panel.evaluation
     return totals | {
@@ -49,13 +50,14 @@ def summarise(config: Config, events: list[dict], panel, reading, totals: dict) 
         "learns_in_context": learns_in_context(values, panel.limits),
         "packing": config.data.packing if config.data.task == "text" else None,
         "induction": {
-            "best_head": None if none else f"L{best[0]}H{best[1]}",
+            "best_head": None if none else head_name(*best),
             "score": None if none else float(found.score_LN[best]),
             "chance": None if none else float(found.chance_LN[best]),
             "strength": None if none else float(found.strength_LN[best]),
             "probe": panel.source.induction_probe,
             "periods": list(panel.repeats["induction"][0]),
-            "heads": [f"L{layer}H{head}" for layer, head in panel.induction_heads(reading.arrays)],
+            "heads": [head_name(*head) for head in panel.induction_heads(reading.arrays)],
+            "ceiling": panel.ceiling,
             "formation_step": formed.step,
             "formation_bracket": formed.bracket,
             "formation_width": formed.width,
@@ -63,6 +65,7 @@ def summarise(config: Config, events: list[dict], panel, reading, totals: dict) 
             "censored_at": formed.censored_at,
             "unstable": formed.unstable,
             "loss_midpoint_step": midpoint,
+            "loss_midpoint_bracket": midpoint_bracket,
             "midpoint_gap": formations.midpoint_gap(midpoint, formed),
         },
         "definitions": DEFINITIONS,
@@ -86,12 +89,13 @@ def describe(s: dict) -> list[str]:
     lines.append(f"ICL score: {s['icl_score']:+.4f} ± {s['icl_score_se']:.4f} nats, late minus early{packing} "
                  f"(in-context unigram {s['icl_unigram']:+.4f}; {claim})")  # fmt: skip
     if ind["best_head"]:
-        lines.append(f"best head: {ind['best_head']}, prefix matching {ind['score']:.3f} (chance {ind['chance']:.3f}) "
-                     f"on {ind['probe']}; induction heads: {', '.join(ind['heads']) or 'none'}")  # fmt: skip
+        lines.append(f"best head: {ind['best_head']}, prefix matching {ind['score']:.3f} (chance {ind['chance']:.3f}, "
+                     f"ceiling {ind['ceiling']:.2f}) on {ind['probe']}; induction heads: "
+                     f"{', '.join(ind['heads']) or 'none'}")  # fmt: skip
     bracket = tuple(ind["formation_bracket"]) if ind["formation_bracket"] else None
     formed = formations.Formation(ind["formation_step"], bracket, ind["formation_rise"], ind["censored_at"],
                                   ind["unstable"])  # fmt: skip
-    lines.append(formations.describe(formed, ind["loss_midpoint_step"]))
+    lines.append(formations.describe(formed, ind["loss_midpoint_step"], ind["loss_midpoint_bracket"]))
     lines.append(f"speed: {s['tokens_per_second']:,.0f} tokens/s, {s['probe_share']:.1%} of the time in probes, "
                  f"{s['seconds']:.0f} s and {s['compile_seconds']:.0f} s compiling")  # fmt: skip
     return lines

@@ -155,6 +155,9 @@ def _start_wandb(workdir: pathlib.Path, config: Config, say, logged: int, new: b
         return None, 0
     if mode == "disabled":
         return None, 0
+    if mode == "online" and not _has_key():  # W&B would ask for one, and wait
+        say("W&B is off: no key found (WANDB_API_KEY, or wandb login); metrics.jsonl has everything")
+        return None, 0
     kind, task = variant(config.model), config.data.task
     id_file = workdir / "wandb_id.txt"
     try:

@@ -54,7 +54,7 @@ def gone(kept):
 def test_fc_27_removing_heads_equals_cutting_them_off(name, K):
     """The two implementations that know of sinks take turns."""
     implementation = ("einsum", "blockwise")[(list(KEPT).index(name) + K.bit_length()) % 2]
-    check_removal(whole_config(K, smeared_key=True, qk_norm=True, sink=True, mlp="gelu"), name, implementation)
+    check_removal(whole_config(K, smeared_key=True, qk_norm=True, sink=True), name, implementation)
 
 
 @pytest.mark.parametrize("K", [2, 8])

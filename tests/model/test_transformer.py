@@ -102,7 +102,7 @@ def test_all_options_at_once_equal_numpy(implementation):
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 def test_gradient_equals_numpy_difference(implementation):
     """Slope of the loss along a random direction: by JAX, and by differences of the NumPy model's loss."""
-    cfg = oracle.model_config(**RICH, attention=implementation, sink=implementation != "fused")
+    cfg = oracle.model_config(**(RICH | {"num_layers": 1}), attention=implementation, sink=implementation != "fused")
     graph, params, tokens = oracle.graphdef(cfg), oracle.random_params(cfg, 0), oracle.random_tokens(cfg, 1, T=T)
     positions, segments = places((2, 4, 2), (5, 4))
     targets = oracle.random_tokens(cfg, 2, T=T)
@@ -207,7 +207,7 @@ def test_gradients_flow_only_from_the_past(implementation, window):
     assert (influence_TS[~may] == 0).all() and (influence_TS[may] > 1e-4).all()
 
 
-@pytest.mark.parametrize("start", [1, 2, 3])
+@pytest.mark.parametrize("start", [1, 3])
 def test_entering_at_a_layer_equals_the_whole(start):
     cfg = oracle.model_config(num_layers=3, num_kv_heads=2, positions="shortformer", mlp="gelu")
     graph, params, tokens = oracle.graphdef(cfg), oracle.random_params(cfg, 0), oracle.random_tokens(cfg, 1, T=T)

@@ -68,10 +68,10 @@ def test_bad_series_are_refused(steps, strength, message):
 
 def test_loss_midpoint_is_the_first_probe_below_the_mean_of_the_lines():
     steps, loss = [0, 100, 200, 300], [4.2, 3.0, 1.9, 2.1]
-    assert loss_midpoint(steps, loss, plateau=3.0, bayes=1.0) == 200
-    assert loss_midpoint(steps, loss, plateau=2.8, bayes=1.0) is None  # 1.9 is not below 1.9
-    assert loss_midpoint(steps, loss, plateau=3.0, bayes=None) is None
-    assert loss_midpoint(steps, loss, plateau=None, bayes=1.0) is None
+    assert loss_midpoint(steps, loss, plateau=3.0, bayes=1.0) == (200, (100, 200))
+    assert loss_midpoint(steps, loss, plateau=2.8, bayes=1.0) == (None, None)  # 1.9 is not below 1.9
+    assert loss_midpoint(steps, loss, plateau=3.0, bayes=None) == (None, None)
+    assert loss_midpoint(steps, loss, plateau=None, bayes=1.0) == (None, None)
 
 
 def test_midpoint_gap_is_negative_when_the_loss_fell_first():
@@ -82,12 +82,16 @@ def test_midpoint_gap_is_negative_when_the_loss_fell_first():
 
 
 def test_description_is_one_line_with_bracket_and_caution():
-    line = describe(formation([0, 100, 200, 300], [0.0, 0.0, 1.0, 0.3]), 130)
+    line = describe(formation([0, 100, 200, 300], [0.0, 0.0, 1.0, 0.3]), 90, (80, 90))
     assert line == (
         "induction: formed at step 150 (between probes 100 and 200, 10-90 % of the rise in 80 steps), "
-        "later below 0.4; loss midpoint at step 130, 20 steps before it (not an order of cause)"
+        "later below 0.4; loss midpoint at step 90 (between evaluations 80 and 90), gap -60 steps (not an order of "
+        "cause)"
     )
-    assert describe(formation([0, 100], [0.0, 0.1]), 60) == (
-        "induction: not formed by step 100 (strength never reached 0.5); loss midpoint at step 60"
+    close = describe(formation([0, 100, 200], [0.0, 0.0, 1.0]), 130, (120, 130))
+    assert close.endswith("gap -20 steps: too close to tell which came first (and not an order of cause)")
+    assert describe(formation([0, 100], [0.0, 0.1]), 60, (50, 60)) == (
+        "induction: not formed by step 100 (strength never reached 0.5); loss midpoint at step 60 "
+        "(between evaluations 50 and 60)"
     )
     assert describe(formation([], [])) == "induction: not probed"

@@ -112,3 +112,9 @@ def test_fc_32_the_environment_says_what_the_run_ran_on():
     assert found["versions"]["mha_jax"] == folder.version()
     assert all(found["versions"].values())
     json.dumps(found)
+
+
+def test_other_data_under_the_same_config_is_refused_by_both_fingerprints():
+    folder.check_same_data({"step": 3, "data": "abc"}, "abc")
+    with pytest.raises(ConfigError, match="not that of step 3: its fingerprint is xyz, the checkpoint's abc"):
+        folder.check_same_data({"step": 3, "data": "abc"}, "xyz")

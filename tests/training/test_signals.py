@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from jax.experimental import multihost_utils
 
-from mha_jax.training.signals import EXIT, Stop
+from mha_jax.training.signals import EXITS, Stop
 
 ROOT = pathlib.Path(__file__).parents[2]
 
@@ -78,7 +78,7 @@ def test_fc_16_before_the_first_step_a_run_ends_at_once_in_the_middle_of_a_call(
     begin = time.perf_counter()
     process.send_signal(signal.SIGTERM)
     try:
-        assert process.wait(timeout=20) == EXIT == 143
+        assert process.wait(timeout=20) == EXITS[signal.SIGTERM] == 143
     finally:
         process.kill()
     assert time.perf_counter() - begin < 5

@@ -57,7 +57,16 @@ class FakeWandb(types.ModuleType):
 def wandb(monkeypatch):
     fake = FakeWandb()
     monkeypatch.setitem(sys.modules, "wandb", fake)
+    monkeypatch.setenv("WANDB_API_KEY", 40 * "0")
     return fake
+
+
+@pytest.mark.usefixtures("no_key")
+def test_online_without_a_key_is_said_and_never_asked_about(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "wandb", None)  # importing it would raise
+    said = []
+    Tracker(tmp_path, online(), said.append, active=True, logged=0, changed=False).close(0)
+    assert len(said) == 1 and "no key found" in said[0]
 
 
 @pytest.fixture
