@@ -1,6 +1,8 @@
 """Real text: Python's own standard library, 5.5 million tokens of byte-level BPE, no network needed.
 
-Repeated names are what induction heads live on; the phase change shows here too, on repeated spans of the corpus.
+Repeated names are what induction heads live on: the phase change shows here too, on repeated spans of the corpus.
+Three layers, because in two the second is first needed to look at the token before (trigrams); in three the second
+layer's previous-token heads are there for the third to build on.
 Command make run CONFIG=configs/stdlib.py
 Time    MINUTES
 Expect  EXPECT
@@ -11,9 +13,9 @@ from mha_jax.config import Config, DataConfig, ModelConfig, OptimizerConfig, Pro
 def get_config():
     return Config(
         name="stdlib",
-        steps=10_000,
-        model=ModelConfig(num_layers=2, d_model=128, num_heads=4, num_kv_heads=4, positions="shortformer"),
+        steps=5000,
+        model=ModelConfig(num_layers=3, d_model=128, num_heads=4, num_kv_heads=4, positions="shortformer"),
         data=DataConfig(task="text", dataset="stdlib", vocab_size=512, length=128, batch_size=32),
         optimizer=OptimizerConfig(learning_rate=3e-3, end_learning_rate=3e-4, warmup_steps=200),
-        probes=ProbesConfig(panel="200", induction_every=50),
+        probes=ProbesConfig(panel="100", induction_every=50),
     )

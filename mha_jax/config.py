@@ -55,7 +55,7 @@ class DataConfig:
     length: int = 64  # T predictions a row, from T + 1 tokens
     batch_size: int = 64  # rows of one optimizer step, over all devices and micro-batches
     vocab_size: int = 64  # tokens of a synthetic task (states of `markov`), or size of the BPE
-    eval_rows: int = 256  # frozen evaluation rows
+    eval_rows: int = 128  # frozen evaluation rows
     period_min: int = 8  # repeat
     period_max: int = 32
     block: str = "distinct"
@@ -104,7 +104,7 @@ class ProbesConfig:
 
 @dataclasses.dataclass
 class CheckpointConfig:
-    save: str = "log:500"
+    save: str = "500"
     keep: str = "all"  # steps never deleted: all, or a schedule
     keep_latest: int = 2
     keep_best: int = 1

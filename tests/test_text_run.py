@@ -144,10 +144,9 @@ def test_the_first_loss_and_the_tokens_are_those_of_documents_on_their_own(run, 
     assert [trained[s]["tokens"] for s in range(STEPS)] == [sum(counts[:s]) for s in range(STEPS)]
 
 
+@pytest.mark.parametrize("run", ["packed"], indirect=True)
 def test_fc_11_an_interrupted_run_is_the_run_it_would_have_been(run, tmp_path, monkeypatch):
     cfg, whole, out = run
-    if cfg.data.packing == "concatenated":
-        pytest.skip("the packed rows have positions and segments to lose; once is enough")
     calls = []
     monkeypatch.setattr(Stop, "asked", lambda self: calls.append(1) or len(calls) == 4)  # at 0, 2, 3 and 5
     with pytest.raises(loop.Stopped):
@@ -156,17 +155,21 @@ def test_fc_11_an_interrupted_run_is_the_run_it_would_have_been(run, tmp_path, m
     assert max(e["step"] for e in tiny.events(tmp_path)) == 4 and not (tmp_path / "summary.json").exists()
     again, said = tiny.train(cfg, tmp_path)
     assert "resumes exactly from step 5" in said
-    tiny.assert_same_run(cfg, whole, tmp_path)
+    assert tiny.events(tmp_path) == tiny.events(whole)
+    tiny.assert_same_bits(tiny.saved(cfg, tmp_path, STEPS), tiny.saved(cfg, whole, STEPS))
+    ours, theirs = tiny.probes(tmp_path), tiny.probes(whole)
+    assert ours.keys() == theirs.keys()
+    for name in ours:
+        tiny.assert_same_bits(ours[name], theirs[name])
     assert (tmp_path / "tokenizer.json").read_bytes() == (whole / "tokenizer.json").read_bytes()
     assert {k: again[k] for k in ("tokens", "final_eval_loss", "icl_score", "induction", "limits")} == {
         k: out[k] for k in ("tokens", "final_eval_loss", "icl_score", "induction", "limits")}  # fmt: skip
 
 
+@pytest.mark.parametrize("run", ["packed"], indirect=True)
 @pytest.mark.parametrize("split", ["train", "validation"])
 def test_a_changed_corpus_under_the_same_config_is_refused(run, corpus, tmp_path, monkeypatch, split):
     cfg, workdir, _ = run
-    if cfg.data.packing == "packed":
-        pytest.skip("the corpus is the same for both")
     texts = {"train": documents(0, 200, 4), "validation": documents(1, 8, 30)}
     texts[split][3] += b" gggg"
     other = prepared(tmp_path, texts["train"], texts["validation"])
