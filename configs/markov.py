@@ -13,6 +13,6 @@ def get_config():
         name="markov",
         steps=3000,
         model=ModelConfig(num_layers=2, d_model=16, num_heads=1, num_kv_heads=1),
-        data=DataConfig(task="markov", vocab_size=3, length=100, batch_size=64, eval_rows=512),
+        data=DataConfig(task="markov", vocab_size=3, length=100, batch_size=64, eval_rows=256),
         optimizer=OptimizerConfig(learning_rate=3e-3, end_learning_rate=3e-4, warmup_steps=100),
     )

@@ -12,6 +12,7 @@ from configs import quickstart
 def get_config():
     config = quickstart.get_config()
     config.name = "one_layer"
+    config.steps = 3000
     config.model.num_layers = 1
     config.model.num_kv_heads = 4
     return config

@@ -79,10 +79,10 @@ def panels(num: int, right: float, last_step: int):
 
     The axis ends at the last step exactly, so that lines end where their names begin.
     """
-    width, height = 6.4 + right, 1.55 + 2.25 * num
+    width, height = 6.55 + right, 1.55 + 2.25 * num
     figure = Figure(figsize=(width, height), dpi=DPI)
     axes = figure.subplots(num, 1, sharex=True)
-    figure.subplots_adjust(left=0.78 / width, right=1 - right / width, top=1 - 0.95 / height, bottom=0.5 / height,
+    figure.subplots_adjust(left=0.95 / width, right=1 - right / width, top=1 - 0.95 / height, bottom=0.5 / height,
                            hspace=0.12)  # fmt: skip
     axes[0].set_xlim(0, max(last_step, 1))
     axes[0].xaxis.set_major_locator(MaxNLocator(7, integer=True))
