@@ -3,8 +3,9 @@
 Its ICL score is negative all the same, from counting the tokens of the row: near the in-context unigram's, and
 the summary says so.
 Command make run CONFIG=configs/one_layer.py
-Time    MINUTES
-Expect  EXPECT
+Time    24 s on two CPU cores
+Expect  evaluation loss 3.379 (Bayes 1.278), ICL score -1.42
+        (in-context unigram -0.97); L0H0 prefix matching 0.04, formed at step never
 """
 from configs import quickstart
 
@@ -12,7 +13,6 @@ from configs import quickstart
 def get_config():
     config = quickstart.get_config()
     config.name = "one_layer"
-    config.steps = 3000
     config.model.num_layers = 1
     config.model.num_kv_heads = 4
     return config

@@ -4,8 +4,9 @@ Repeated names are what induction heads live on: the phase change shows here too
 Three layers, because in two the second is first needed to look at the token before (trigrams); in three the second
 layer's previous-token heads are there for the third to build on.
 Command make run CONFIG=configs/stdlib.py
-Time    MINUTES
-Expect  EXPECT
+Time    17.8 min on two CPU cores
+Expect  evaluation loss 2.289 (smoothed bigram line 3.573), ICL score -0.38
+        (in-context unigram -0.90); L2H2 prefix matching 0.43, formed at step never
 """
 from mha_jax.config import Config, DataConfig, ModelConfig, OptimizerConfig, ProbesConfig
 

@@ -19,6 +19,8 @@ def run(main):
         app.run(main, flags_parser=_parse)
     except ConfigError as error:
         fail(error, EXIT_BAD_INPUT)
+    except OSError as error:  # a folder that is full, read-only or not one
+        fail(f"{type(error).__name__}: {error}", EXIT_BAD_INPUT)
 
 
 def fail(error, code: int):

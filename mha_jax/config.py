@@ -282,7 +282,8 @@ def _resolve_data(d: DataConfig):
     if d.task == "trigger":
         _require(1 <= d.num_triggers <= d.vocab_size - 2, f"config.data.num_triggers = {d.num_triggers}: "
                  f"allowed is 1 to config.data.vocab_size - 2 = {d.vocab_size - 2}")  # fmt: skip
-    if d.task in ("markov", "text") or d.random_triggers:
+    _require(d.eval_rows >= 2, f"config.data.eval_rows = {d.eval_rows}: allowed is 2 or more, for a standard error")
+    if d.task != "repeat":
         _require(d.length >= 7, f"config.data.length = {d.length}: allowed is 7 or more, else the early ICL window, "
                  "positions 0.05 T to 0.15 T, is empty")  # fmt: skip
     if d.task == "markov":
@@ -335,6 +336,9 @@ def _resolve_run(c: Config):
                 Schedule.parse(text)
         except ValueError as error:
             raise ConfigError(f"config.{key} = {error}") from None
+    _require(c.steps_per_call <= max(c.steps, 1) or c.steps_per_call <= 100, f"config.steps_per_call = "
+             f"{c.steps_per_call}: allowed is at most config.steps = {c.steps}")  # fmt: skip
+    _require(c.steps < 2**31, f"config.steps = {c.steps}: allowed is below 2^31")
     _require(c.seed < 2**31, f"config.seed = {c.seed}: allowed is 0 to {2**31 - 1}")
     read = {"rows": c.probes.rows} | ({"repeats": c.probes.repeats} if c.data.vocab_size < SMALL_VOCAB else {})
     for key, rows in read.items():

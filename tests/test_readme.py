@@ -175,7 +175,8 @@ def test_every_make_command_shown_does_what_it_says():
         given = dict(part.split("=", 1) for part in shlex.split(command)[2:])
         if "CONFIG" in given:
             name = pathlib.Path(given["CONFIG"]).stem
-            expected = f"{python} train.py --config={given['CONFIG']} --workdir=runs/{name} {given.get('ARGS', '')}"
+            workdir = given.get("WORKDIR", f"runs/{name}")
+            expected = f"{python} train.py --config={given['CONFIG']} --workdir={workdir} {given.get('ARGS', '')}"
             assert last[command] == expected.strip() and (ROOT / given["CONFIG"]).exists()
         if "ACCELERATOR" in given:
             assert f'"jax[{given["ACCELERATOR"]}]"' in steps[command]

@@ -148,7 +148,11 @@ def best_head(strength_LN):
 def is_induction_head(strength_LN, copying_LN, copying_chance, copying_sd):
     """bool [L, N]: strength of 0.5 or more, and copying more than three sd above chance.
 
+    Where that threshold is above 1, the most copying can be (fewer than five tokens to draw from), copying cannot
+    be told from chance and matching alone decides.
+
     Both, as in Olsson et al. 2022. Matching alone is not enough: large models have heads that match the
     prefix and *lower* what followed. A removed head is False.
     """
-    return (strength_LN >= FORMED) & (copying_LN > copying_chance + 3 * copying_sd)
+    threshold = copying_chance + 3 * copying_sd
+    return (strength_LN >= FORMED) & ((copying_LN > threshold) | (threshold >= 1))

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from mha_jax.config import SMALL_VOCAB, Config
+from mha_jax.config import SMALL_VOCAB, Config, ConfigError
 from mha_jax.data.source import Evaluation, to_batch
 from mha_jax.layout import put_rows, replicated, residual_sharding
 from mha_jax.model import transformer
@@ -54,6 +54,8 @@ class Panel:
 
     def __init__(self, config: Config, source, mesh):
         self.config, self.mesh, self.source = config, mesh, source
+        if config.model.kept_heads is not None and not any(config.model.kept_heads):
+            raise ConfigError("config.model.kept_heads leaves no head in any layer: there is nothing to probe")
         self.model = dataclasses.replace(config.model, dtype="float32", attention="auto")
         self.graph = transformer.graphdef(self.model)
         self.evaluation = source.evaluation()

@@ -67,7 +67,7 @@ class Checkpoints:
         """Steps that have a folder here, ascending; not yet known to be whole."""
         if not self.folder.is_dir():
             return []
-        return sorted(int(p.name) for p in self.folder.iterdir() if p.name.isdigit())
+        return sorted(int(p.name) for p in self.folder.iterdir() if p.name.isdecimal())
 
     def save(self, step: int, state: dict, meta: dict, eval_loss: float | None):
         """Saves and waits until it is durable. CheckpointError unless it landed.
@@ -189,7 +189,7 @@ class Checkpoints:
             if not losses:
                 raise ConfigError(f"--step=best: no checkpoint in {self.folder} has an evaluation loss")
             return min(losses, key=losses.get)
-        if not name.isdigit() or int(name) not in steps:
+        if not name.isdecimal() or int(name) not in steps:
             raise ConfigError(f"--step={name}: allowed are last, best, all and the saved steps "
                               f"{', '.join(map(str, steps))}")  # fmt: skip
         return int(name)

@@ -5,8 +5,10 @@
     probes/           one .npz per full panel       checkpoints/      parameters, optimizer, meta
     summary.json      the final figures             plots/
 """
+import fcntl
 import importlib.metadata
 import json
+import math
 import os
 import pathlib
 import platform
@@ -37,12 +39,33 @@ def write_atomically(path: pathlib.Path, text: str):
         file.write(text)
         file.flush()
         os.fsync(file.fileno())
+    mask = os.umask(0)
+    os.umask(mask)
+    os.chmod(file.name, 0o666 & ~mask)  # temporary files are private; a run folder is read by others
     os.replace(file.name, path)
 
 
 def write_json(path: pathlib.Path, value):
-    """JSON, indented, written atomically."""
-    write_atomically(path, json.dumps(value, indent=2) + "\n")
+    """JSON, indented, written atomically; a number that is not finite becomes null."""
+    write_atomically(path, json.dumps(_finite(value), indent=2, allow_nan=False) + "\n")
+
+
+def _finite(value):
+    if isinstance(value, dict):
+        return {k: _finite(v) for k, v in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_finite(v) for v in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def lock(workdir: pathlib.Path):
+    """Holds the folder for this process until it ends. ConfigError when another one writes to it."""
+    file = open(workdir / ".lock", "w")  # noqa: SIM115  (open is what holds it)
+    try:
+        fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except (BlockingIOError, PermissionError):
+        raise ConfigError(f"--workdir={workdir}: another run is writing to it") from None
+    return file
 
 
 def first_line(error: Exception) -> str:

@@ -18,6 +18,7 @@ from mha_jax.data.source import make_source
 from mha_jax.data.tokenizer import Tokenizer
 from mha_jax.layout import replicated, residual_sharding
 from mha_jax.model import transformer
+from mha_jax.probes.induction import FORMED
 from mha_jax.probes.panel import Panel, Reading
 from mha_jax.schedule import Schedule
 from mha_jax.training import folder, sharding, state, step, summary
@@ -76,6 +77,8 @@ class Training:
             workdir.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise ConfigError(f"--workdir={workdir}: cannot be used ({folder.first_line(error)})") from None
+        if jax.process_index() == 0:
+            self.lock = folder.lock(workdir)
         devices = jax.devices()
         console.say(f"{config.name}: {variant(config.model)}, {transformer.count_params(config.model):,} parameters, "
                     f"on {len(devices)} {devices[0].platform} device(s) ({devices[0].device_kind}), mesh "
@@ -93,6 +96,10 @@ class Training:
         self.source = make_source(config, self.mesh, Tokenizer.load(own) if resumes and own.exists() else None)
         console.say(f"data: {self.source.description}")
         self.panel = Panel(config, self.source, self.mesh)
+        if self.panel.ceiling <= FORMED:
+            console.say(f"warning: config.model.window = {config.model.window} does not reach back over all periods "
+                        f"{self.panel.repeats['induction'][0]}: prefix matching can be {self.panel.ceiling:.2f} at "
+                        "most, so nothing will count as formed")  # fmt: skip
         self.checkpoints = Checkpoints(workdir, config.checkpoint, config.steps)
         self.panel_schedule = Schedule.parse(config.probes.panel)
         self.save_schedule = Schedule.parse(config.checkpoint.save)
@@ -122,6 +129,9 @@ class Training:
         if found is None:
             if restore == "params":
                 raise ConfigError(f"--restore=params: {self.checkpoints.folder} has no checkpoint to take them from")
+            if (self.workdir / "metrics.jsonl").exists() and any(e["step"] for e in read_metrics(self.workdir)):
+                raise ConfigError(f"--workdir={self.workdir} holds a run of which no checkpoint is left: it would "
+                                  "begin again and replace what is there; choose another --workdir")  # fmt: skip
             self.state = state.sharded_init(self.config, self.mesh)
             return
         at, items, meta = found
@@ -162,6 +172,8 @@ class Training:
             self.console.close()
             self.stop.close()
             self.tracker.close(exit_code)
+            if self.tracker.active:
+                self.lock.close()
 
     def _loop(self):
         self.console.start(self.progress.step, self.config.steps)
@@ -177,6 +189,7 @@ class Training:
                 self._flush()
                 if self.saved_at != self.progress.step:
                     self._save(None)
+                self.console.say(f"stopped at step {self.progress.step}, saved")
                 raise Stopped(self.stop.exit_code)
             self._advance()
 
@@ -266,6 +279,9 @@ class Training:
         self.progress.probe_seconds += time.perf_counter() - begin
         self._tick()
         p, values = self.progress, dict(reading.values)
+        if full and not np.isfinite(values["eval/loss"]):
+            raise NonFinite(f"step {p.step}: evaluation loss {values['eval/loss']}, though every training loss was "
+                            "finite", p.step)  # fmt: skip
         if full:
             self.reading = reading
             rate = {"perf/probe_share": p.probe_seconds / max(p.seconds, 1e-9),
@@ -295,7 +311,9 @@ class Training:
         meta = {"tokens": p.tokens, "seconds": p.seconds, "probe_seconds": p.probe_seconds,
                 "compile_seconds": p.compile_seconds, "data": self.source.fingerprint,
                 "config": configs.to_dict(self.config)}  # fmt: skip
+        self._tick()
         self.checkpoints.save(p.step, self.state, meta, eval_loss)
+        self._clock = time.perf_counter()  # writing is not training: it depends on the disk and the schedule
         self.saved_at = p.step
 
     def _finish(self, draw) -> dict:

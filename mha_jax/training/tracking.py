@@ -9,7 +9,7 @@ import secrets
 import numpy as np
 
 from mha_jax import config as configs
-from mha_jax.config import Config
+from mha_jax.config import Config, ConfigError
 from mha_jax.training.folder import first_line, write_atomically, write_json
 
 
@@ -32,7 +32,7 @@ def read_metrics(workdir: pathlib.Path) -> list[dict]:
             out.append(json.loads(line))
         except ValueError:
             if i < len(lines) - 1:
-                raise ValueError(f"{path}, line {i + 1}: not JSON") from None
+                raise ConfigError(f"{path}, line {i + 1}: not JSON") from None
     return out
 
 

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from mha_jax.config import Config, DataConfig, MeshConfig, ModelConfig, OptimizerConfig, resolve
+from mha_jax.config import Config, DataConfig, MeshConfig, ModelConfig, OptimizerConfig, ProbesConfig, resolve
 from mha_jax.data.source import TaskSource, to_batch
 from mha_jax.layout import put_rows, residual_sharding
 from mha_jax.model import transformer
@@ -19,7 +19,7 @@ def tiny(kv=2, accumulation=1, steps=20, steps_per_call=5, **kwargs):
         steps=steps, steps_per_call=steps_per_call,
         model=ModelConfig(d_model=32, num_heads=4, num_kv_heads=kv),
         data=DataConfig(vocab_size=64, length=32, batch_size=8, period_min=4, period_max=8, eval_rows=8),
-        optimizer=OptimizerConfig(accumulation=accumulation, warmup_steps=5), **kwargs,
+        optimizer=OptimizerConfig(accumulation=accumulation, warmup_steps=5), probes=ProbesConfig(rows=8), **kwargs,
     ))  # fmt: skip
 
 
