@@ -5,7 +5,7 @@ the summary says so.
 Command make run CONFIG=configs/one_layer.py
 Time    24 s on two CPU cores
 Expect  evaluation loss 3.379 (Bayes 1.278), ICL score -1.42
-        (in-context unigram -0.97); L0H0 prefix matching 0.04, formed at step never
+        (in-context unigram -0.97); L0H0 prefix matching 0.04, never formed
 """
 from configs import quickstart
 
