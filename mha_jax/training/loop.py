@@ -71,8 +71,9 @@ class Training:
         resumes = (workdir / "config.json").exists()
         for warning in folder.check_same_run(workdir, config, restore == "params") if resumes else []:
             console.say(f"warning: {warning}")
-        if restore == "params" and not (workdir / "checkpoints").exists():
-            raise ConfigError(f"--restore=params: {workdir / 'checkpoints'} has no checkpoint to take them from")
+        self.checkpoints = Checkpoints(workdir, config.checkpoint, config.steps)
+        if restore == "params" and not self.checkpoints.steps():
+            raise ConfigError(f"--restore=params: {self.checkpoints.folder} has no checkpoint to take them from")
         try:
             workdir.mkdir(parents=True, exist_ok=True)
         except OSError as error:
@@ -100,7 +101,6 @@ class Training:
             console.say(f"warning: config.model.window = {config.model.window} does not reach back over all periods "
                         f"{self.panel.repeats['induction'][0]}: prefix matching can be {self.panel.ceiling:.2f} at "
                         "most, so nothing will count as formed")  # fmt: skip
-        self.checkpoints = Checkpoints(workdir, config.checkpoint, config.steps)
         self.panel_schedule = Schedule.parse(config.probes.panel)
         self.save_schedule = Schedule.parse(config.checkpoint.save)
         self.progress = Progress()
@@ -127,9 +127,7 @@ class Training:
             {name: abstract[name] for name in wanted}, lambda m: self.console.say(f"warning: {m}")
         )
         if found is None:
-            if restore == "params":
-                raise ConfigError(f"--restore=params: {self.checkpoints.folder} has no checkpoint to take them from")
-            if (self.workdir / "metrics.jsonl").exists() and any(e["step"] for e in read_metrics(self.workdir)):
+            if any(e["step"] for e in read_metrics(self.workdir)):
                 raise ConfigError(f"--workdir={self.workdir} holds a run of which no checkpoint is left: it would "
                                   "begin again and replace what is there; choose another --workdir")  # fmt: skip
             self.state = state.sharded_init(self.config, self.mesh)
