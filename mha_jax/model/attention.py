@@ -36,16 +36,28 @@ def softmax(scores, seen, sink=None):
 
     sink: a logit per row (broadcast to scores[..., :1]) that takes mass in the denominator and goes nowhere.
     """
-    scores = jnp.where(seen, scores.astype(jnp.float32), -jnp.inf)
-    top = scores.max(-1, keepdims=True)
-    if sink is not None:
-        top = jnp.maximum(top, sink)
-    top = jax.lax.stop_gradient(jnp.where(jnp.isfinite(top), top, 0.0))
-    weights = jnp.exp(scores - top)
-    total = weights.sum(-1, keepdims=True)
-    if sink is not None:
-        total += jnp.exp(sink - top)
-    return weights / jnp.where(total == 0, 1.0, total)
+    return _softmax(scores.astype(jnp.float32), seen, jnp.float32(-jnp.inf) if sink is None else sink)[0]
+
+
+@jax.custom_jvp
+def _softmax(scores, seen, sink):
+    """Weights, and what the sink takes [..., 1]."""
+    scores = jnp.where(seen, scores, -jnp.inf)
+    top = jnp.maximum(scores.max(-1, keepdims=True), sink)
+    top = jnp.where(jnp.isfinite(top), top, 0.0)
+    weights, taken = jnp.exp(scores - top), jnp.exp(sink - top)
+    total = weights.sum(-1, keepdims=True) + taken
+    total = jnp.where(total == 0, 1.0, total)
+    return weights / total, taken / total
+
+
+@_softmax.defjvp
+def _softmax_jvp(primals, tangents):
+    """The derivative from the weights alone: the backward pass keeps one array of a pattern's size, not four."""
+    weights, taken = _softmax(*primals)
+    d_scores, _, d_sink = tangents
+    mean = (weights * d_scores).sum(-1, keepdims=True) + taken * d_sink
+    return (weights, taken), (weights * (d_scores - mean), taken * (d_sink - mean))
 
 
 def rope(x_BTNH, positions_BT, theta):
