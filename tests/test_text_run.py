@@ -15,7 +15,7 @@ from mha_jax.probes import icl, induction
 from mha_jax.run import open_run
 from mha_jax.training import loop, summary
 from mha_jax.training.signals import Stop
-from tests.data.test_text import prepared
+from tests.data.text_set import prepared
 from tests.training import tiny
 
 pytestmark = pytest.mark.usefixtures("quick_module")

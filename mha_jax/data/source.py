@@ -60,9 +60,9 @@ class TaskSource:
     def evaluation(self) -> Evaluation:
         """`data.eval_rows` rows that no training run sees."""
         items = np.arange(self.config.data.eval_rows)
-        tokens = np.asarray(jax.jit(functools.partial(tasks.rows, self.task))(jnp.uint32(EVAL_SEED), items))
-        early, late = self.task.icl_windows(tokens)
-        return Evaluation(tokens, self.task.lines(tokens), self.task.parts(tokens), early, late, self.task.plateau)
+        tokens_RU = np.asarray(jax.jit(functools.partial(tasks.rows, self.task))(jnp.uint32(EVAL_SEED), items))
+        lines, parts = self.task.lines(tokens_RU), self.task.parts(tokens_RU)
+        return Evaluation(tokens_RU, lines, parts, *self.task.icl_windows(tokens_RU), self.task.plateau)
 
 
 class TextSource:
@@ -77,7 +77,7 @@ class TextSource:
         self.description = self.text.describe()
         streams = (self.text.train, self.text.validation)
         self.fingerprint = "-".join(x.fingerprint[:16] for x in (self.tokenizer, *streams))
-        self.repeated_spans = self.text.repeated_spans
+        self.spans = self.text.spans
 
     def batches(self, step: int, n: int) -> dict:
         """Batches of steps step .. step + n - 1, stacked: [steps_per_call, B, ...], of which the first n count."""
@@ -95,10 +95,10 @@ class TextSource:
 
     def evaluation(self) -> Evaluation:
         """`data.eval_rows` rows from random offsets inside validation documents."""
-        tokens = self.text.eval_rows(self.config.data.eval_rows, EVAL_SEED)
-        early_T, late_T = tasks.default_windows(self.config.data.length)
-        early, late = (np.tile(w, (len(tokens), 1)) for w in (early_T, late_T))
-        return Evaluation(tokens, self.text.lines(tokens), {}, early, late, self.text.plateau)
+        tokens_RU = self.text.eval_rows(self.config.data.eval_rows, EVAL_SEED)
+        windows_T = tasks.default_windows(self.config.data.length)
+        early_RT, late_RT = (np.tile(window_T, (len(tokens_RU), 1)) for window_T in windows_T)
+        return Evaluation(tokens_RU, self.text.lines(tokens_RU), {}, early_RT, late_RT, self.text.plateau)
 
 
 def _batch_maker(task, batch_size: int, size: int, mesh):

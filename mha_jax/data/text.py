@@ -22,7 +22,7 @@ import numpy as np
 from absl import logging
 
 from mha_jax.config import ConfigError, DataConfig
-from mha_jax.data import optimum
+from mha_jax.data import bigram, optimum
 from mha_jax.data.corpus import Documents, open_documents
 from mha_jax.data.tokenizer import Tokenizer, train_bpe
 
@@ -160,55 +160,6 @@ def annotate(tokens_BU: np.ndarray, eot: int, packing: str) -> dict[str, np.ndar
 
 
 @dataclasses.dataclass(frozen=True)
-class Bigram:
-    """A smoothed bigram model: p(b|a) = max(n_ab - d, 0) / n_a + d m_a / n_a p(b), absolute discounting
-    interpolated with the unigram p(b) = (n_b + 1) / (n + V) (Ney, Essen and Kneser 1994); m_a = different
-    successors of a. After an a never seen, p(b)."""
-
-    codes: np.ndarray  # sorted a V + b of the pairs seen
-    counts: np.ndarray
-    discount: float
-    vocab_size: int
-
-    @functools.cached_property
-    def _margins(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        first, second = np.divmod(self.codes, self.vocab_size)
-        total_V = np.bincount(first, self.counts, self.vocab_size)
-        different_V = np.bincount(first, minlength=self.vocab_size)
-        unigram_V = np.bincount(second, self.counts, self.vocab_size) + 1
-        return total_V, different_V, unigram_V / unigram_V.sum()
-
-    def loss(self, tokens_RU: np.ndarray) -> np.ndarray:
-        """-ln p(x_t|x_{t-1}), [R, T] in nats."""
-        total_V, different_V, unigram_V = self._margins
-        first_RT, second_RT = tokens_RU[:, :-1].astype(np.int64), tokens_RU[:, 1:]
-        code_RT = first_RT * self.vocab_size + second_RT
-        place_RT = np.minimum(np.searchsorted(self.codes, code_RT), len(self.codes) - 1)
-        count_RT = np.where(self.codes[place_RT] == code_RT, self.counts[place_RT], 0)
-        total_RT = total_V[first_RT]
-        seen_RT = (
-            np.maximum(count_RT - self.discount, 0)
-            + self.discount * different_V[first_RT] * unigram_V[second_RT]
-        )
-        return -np.log(np.where(total_RT > 0, seen_RT / np.maximum(total_RT, 1), unigram_V[second_RT]))
-
-
-def fit_bigram(flat: np.ndarray, vocab_size: int) -> Bigram:
-    """The bigram model of a token stream [n], n >= 2. Its discount (0.05, 0.10, .. 0.95) is the one that
-    predicts the last twentieth best when the counts are of the rest; the counts are then taken of the whole.
-    No validation token is used."""
-    cut = len(flat) - max(1, len(flat) // 20)
-    part = _pairs(flat[:cut], vocab_size)
-    candidates = (Bigram(*part, d / 100, vocab_size) for d in range(5, 100, 5))
-    best = min(candidates, key=lambda bigram: bigram.loss(flat[None, cut - 1 :]).mean())
-    return Bigram(*_pairs(flat, vocab_size), best.discount, vocab_size)
-
-
-def _pairs(flat: np.ndarray, vocab_size: int) -> tuple[np.ndarray, np.ndarray]:
-    return np.unique(flat[:-1].astype(np.int64) * vocab_size + flat[1:], return_counts=True)
-
-
-@dataclasses.dataclass(frozen=True)
 class TextData:
     """Training rows, frozen evaluation rows and reference lines of one corpus. Everything is a pure function
     of its arguments and these fields; no iterator, no state."""
@@ -253,12 +204,11 @@ class TextData:
         ConfigError when the validation documents have fewer than `num` such offsets."""
         return self._inside(self.length + 1, num, seed, "config.data.length + 1", "config.data.eval_rows")
 
-    def repeated_spans(self, num: int, span: int, length: int, seed: int) -> np.ndarray:
-        """tokens [num, length] int32: `span` tokens from inside one validation document, repeated (the last
-        copy cut), for prefix matching on text as the model knows it. Unlike random blocks, a span may hold a
-        token twice. ConfigError as in `eval_rows`."""
-        spans = self._inside(span, num, seed, "the repeated span", "config.probes.repeats")
-        return spans[:, np.arange(length) % span]
+    def spans(self, num: int, size: int, seed: int) -> np.ndarray:
+        """tokens [num, size] int32: spans from inside one validation document each, to be repeated for prefix
+        matching on text as the model knows it. Unlike random blocks, a span may hold a token twice.
+        ConfigError as in `eval_rows`."""
+        return self._inside(size, num, seed, "the repeated span", "config.probes.repeats")
 
     def _inside(self, size: int, num: int, seed: int, size_name: str, num_name: str) -> np.ndarray:
         lengths = self.validation.lengths
@@ -276,8 +226,8 @@ class TextData:
         return self.validation.flat[first[:, None] + np.arange(size)].astype(np.int32)
 
     @functools.cached_property
-    def _bigram(self) -> "Bigram":
-        return fit_bigram(self.train.flat[:BIGRAM_TOKENS], self.tokenizer.vocab_size)
+    def _bigram(self) -> bigram.Bigram:
+        return bigram.fit(self.train.flat[:BIGRAM_TOKENS], self.tokenizer.vocab_size)
 
     def lines(self, tokens_RU: np.ndarray) -> dict[str, np.ndarray]:
         """Losses [R, T] in nats of strategies that bound a model from above, on the same rows: 'uniform' (ln

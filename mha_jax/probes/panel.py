@@ -40,13 +40,13 @@ def repeats(config: Config, source, evaluation: Evaluation) -> dict[str, tuple[t
     if drawn < SMALL_VOCAB:
         return {"induction": ((0,), evaluation.tokens_RU[None, :rows, :-1])}
     periods = config.probes.periods or induction.default_periods(length, drawn)
-    blocks = np.stack([
+    blocks_PRT = np.stack([
         induction.repeated_blocks(SEED + p, config.data.vocab_size, p, length, rows, exclude) for p in periods
     ])  # fmt: skip
     if source.tokenizer is None:
-        return {"induction": (periods, blocks)}
-    spans = np.stack([source.repeated_spans(rows, p, length, SEED + p) for p in periods])
-    return {"induction": (periods, spans), "induction_random": (periods, blocks)}
+        return {"induction": (periods, blocks_PRT)}
+    spans_PRT = np.stack([induction.repeat_to(source.spans(rows, p, SEED + p), length) for p in periods])
+    return {"induction": (periods, spans_PRT), "induction_random": (periods, blocks_PRT)}
 
 
 class Panel:

@@ -10,7 +10,7 @@ from mha_jax.config import Config, ConfigError, DataConfig, ProbesConfig, resolv
 from mha_jax.data import source as sources
 from mha_jax.data import tasks
 from mha_jax.data.source import EVAL_SEED, make_source
-from tests.data.test_text import prepared
+from tests.data.text_set import prepared
 
 B, T, SIZE = 24, 16, 3  # batch_size, length, steps_per_call
 SOURCES = ("repeat", "trigger", "concatenated", "packed")
@@ -169,7 +169,7 @@ def test_fc_20_evaluation_rows_and_spans_of_text_are_validation_text(corpus):
     a, b = (source.evaluation().tokens_RU for source in found)
     np.testing.assert_array_equal(a, b)
     validation = found[0].text.validation.flat.tobytes()
-    spans = found[0].repeated_spans(B, 8, T, 0)[:, :8]
+    spans = found[0].spans(B, 8, 0)
     assert all(row.astype(np.uint16).tobytes() in validation for row in (*a, *spans))
     read = [source.text.rows(np.arange(2 * source.text.num_rows)) for source in found]  # two epochs
     decoded = "".join(found[0].tokenizer.decode(row) for batch in read for row in batch["inputs_BT"])

@@ -1,80 +1,15 @@
-"""Text rows: the stream, its cache, row order, packing, evaluation rows and reference lines."""
-
+"""Text rows: the stream, row order, packing, evaluation rows and reference lines."""
 import dataclasses
-import json
 import math
 from collections import Counter
 
 import numpy as np
 import pytest
-import tensorflow_datasets as tfds
 
-from mha_jax.config import ConfigError, DataConfig
-from mha_jax.data import corpus, text
+from mha_jax.config import ConfigError
+from mha_jax.data import bigram, text
 from mha_jax.data.tokenizer import Tokenizer
-
-T = 8
-BYTES = Tokenizer()
-
-
-class TextSet(tfds.core.GeneratorBasedBuilder, skip_registration=True):
-    """A dataset of given texts, {split: [bytes, ..]}."""
-
-    name = "text_set"
-    VERSION = tfds.core.Version("1.0.0")
-
-    def __init__(self, splits, **kwargs):
-        self.splits = splits
-        super().__init__(file_format="array_record", **kwargs)
-
-    def _info(self):
-        features = tfds.features.FeaturesDict({"text": tfds.features.Text()})
-        return tfds.core.DatasetInfo(builder=self, features=features)
-
-    def _split_generators(self, dl_manager):
-        return {name: ((i, {"text": t}) for i, t in enumerate(texts)) for name, texts in self.splits.items()}
-
-    def _generate_examples(self):
-        raise AssertionError("unused")
-
-
-def prepared(folder, train, validation):
-    builder = TextSet({"train": train, "validation": validation}, data_dir=folder / "tfds")
-    return str(corpus.prepare(builder).data_dir)
-
-
-def config(dataset, cache_dir, **changes):
-    defaults = {"task": "text", "tokenizer": "bytes", "length": T, "batch_size": 4, "vocab_size": 257}
-    return DataConfig(dataset=dataset, cache_dir=str(cache_dir), **defaults | changes)
-
-
-TRAIN = [f"train {i:02d} ".encode() + b"abc" * (i % 5) for i in range(40)] + [b"", b"x", b"\xff\xfe", b""]
-VALIDATION = [f"valid {i:02d} ".encode() + b"xyz" * (i % 7) for i in range(12)] + [b"", b"y"]
-
-
-@pytest.fixture(scope="module")
-def dataset(tmp_path_factory):
-    """(folder of the dataset, cache folder)"""
-    tmp = tmp_path_factory.mktemp("text")
-    return prepared(tmp, TRAIN, VALIDATION), tmp / "cache"
-
-
-@pytest.fixture(scope="module")
-def data(dataset):
-    return text.open_text(config(*dataset), seed=0)
-
-
-def stream_oracle(dataset, split):
-    """Byte values + 1 of the documents in the dataset's own order, each followed by 0."""
-    out = []
-    for document in tfds.builder_from_directory(dataset).as_data_source(split=split):
-        content = document["text"].decode("utf-8", "replace").encode()
-        out += [b + 1 for b in content] + [0] * bool(content)
-    return out
-
-
-def tokens_of(batch):
-    return np.concatenate([batch["inputs_BT"], batch["targets_BT"][:, -1:]], axis=1)
+from tests.data.text_set import BYTES, TRAIN, VALIDATION, T, config, prepared, stream_oracle, tokens_of
 
 
 def test_fc_12_stream_is_every_document_and_its_end_and_empty_ones_give_nothing(dataset, data):
@@ -263,41 +198,13 @@ def test_fc_12_too_little_validation_text_names_both_sizes(data):
         dataclasses.replace(data, length=longest).eval_rows(1, 0)
 
 
-def test_repeated_spans_are_periodic_and_from_one_document(data):
-    tokens = data.repeated_spans(num=6, span=5, length=17, seed=0)
-    assert tokens.shape == (6, 17) and tokens.dtype == np.int32
-    np.testing.assert_array_equal(tokens[:, 5:], tokens[:, :-5])
-    assert {tuple(row) for row in tokens[:, :5].tolist()} <= set(windows(data, 5))
-    np.testing.assert_array_equal(tokens, data.repeated_spans(6, 5, 17, 0))
+def test_spans_are_different_and_each_from_one_document(data):
+    spans = data.spans(num=6, size=5, seed=0)
+    assert spans.shape == (6, 5) and spans.dtype == np.int32
+    assert not Counter(map(tuple, spans.tolist())) - Counter(windows(data, 5))
+    np.testing.assert_array_equal(spans, data.spans(6, 5, 0))
     with pytest.raises(ConfigError, match="the repeated span = 400 tokens"):
-        data.repeated_spans(1, 400, 800, 0)
-
-
-def token_files(cache):
-    return sorted((cache / "tokens").iterdir())
-
-
-def test_tokens_are_made_once_and_found_by_fingerprint(dataset, tmp_path, monkeypatch):
-    first = text.open_text(config(dataset[0], tmp_path), seed=0)
-    files = token_files(tmp_path)
-    assert len(files) == 2
-    monkeypatch.setattr(text, "_write", lambda *args: pytest.fail("tokenised again"))
-    again = text.open_text(config(dataset[0], tmp_path), seed=1)
-    np.testing.assert_array_equal(again.train.flat, first.train.flat)
-    assert again.train.fingerprint == first.train.fingerprint != first.validation.fingerprint
-    assert isinstance(again.train.flat.base, np.memmap)
-    monkeypatch.undo()
-    with_bpe = config(dataset[0], tmp_path, tokenizer="bpe", vocab_size=262)
-    bpe = text.open_text(with_bpe, seed=0)
-    assert len(token_files(tmp_path)) == 4 and set(files) < set(token_files(tmp_path))
-    assert bpe.tokenizer.vocab_size == 262 and len(bpe.train.flat) < len(first.train.flat)
-    monkeypatch.setattr(text, "train_bpe", lambda *args: pytest.fail("trained again"))
-    assert text.open_text(with_bpe, seed=0).tokenizer == bpe.tokenizer
-
-
-def test_another_corpus_of_the_same_name_has_other_tokens(dataset, data, tmp_path):
-    other = prepared(tmp_path, [b"other text, longer than a row of nine tokens" * 3], VALIDATION)
-    assert text.open_text(config(other, dataset[1]), seed=0).train.flat.tolist() != data.train.flat.tolist()
+        data.spans(1, 400, 0)
 
 
 def test_run_tokenizer_takes_the_place_of_the_configured_one(dataset, tmp_path):
@@ -306,115 +213,13 @@ def test_run_tokenizer_takes_the_place_of_the_configured_one(dataset, tmp_path):
     assert data.tokenizer is tokenizer and (data.train.flat == 258).sum() == b"".join(TRAIN).count(b"abc")
 
 
-@pytest.mark.parametrize(("where", "call", "n"), [(np, "save", 2), (text.os, "rename", 1)])
-def test_half_written_tokens_are_never_used(dataset, tmp_path, monkeypatch, where, call, n):
-    original, calls = getattr(where, call), []
-
-    def fail_at_n(*args):
-        calls.append(args)
-        if len(calls) == n:
-            raise OSError("No space left on device")
-        original(*args)
-
-    monkeypatch.setattr(where, call, fail_at_n)
-    with pytest.raises(ConfigError, match=r"cache_dir = .*No space left on device"):
-        text.open_text(config(dataset[0], tmp_path), seed=0)
-    assert token_files(tmp_path) == []
-    # A process that was killed leaves its half: nothing reads it.
-    (tmp_path / "tokens" / ".half-killed").mkdir()
-    (tmp_path / "tokens" / ".half-killed" / "tokens.npy").write_bytes(b"\x93NUMPY")
-    monkeypatch.undo()
-    data = text.open_text(config(dataset[0], tmp_path), seed=0)
-    assert data.train.flat.tolist() == stream_oracle(dataset[0], "train")
-
-
-@pytest.mark.parametrize("damage", ["cut", "other", "gone"])
-def test_damaged_tokens_are_refused_by_name(dataset, tmp_path, damage):
-    text.open_text(config(dataset[0], tmp_path), seed=0)
-    for folder in token_files(tmp_path):
-        path = folder / "tokens.npy"
-        match damage:
-            case "cut":
-                path.write_bytes(path.read_bytes()[:-10])
-            case "other":
-                np.save(path, np.load(path)[:-3])
-            case "gone":
-                path.unlink()
-    with pytest.raises(ConfigError, match=rf"{tmp_path}/tokens/.*delete this folder"):
-        text.open_text(config(dataset[0], tmp_path), seed=0)
-
-
-def test_two_processes_tokenising_at_once_both_succeed(dataset, tmp_path, monkeypatch):
-    documents = corpus.open_documents(dataset[0], tmp_path, "train")
-    write = text._write
-    monkeypatch.setattr(text, "_write", lambda *args: (write(*args), write(*args)))
-    assert text.tokenise(documents, BYTES, tmp_path).flat.tolist() == stream_oracle(dataset[0], "train")
-    assert len(token_files(tmp_path)) == 1
-
-
-def test_unusable_cache_folder_is_a_config_error(dataset, tmp_path):
-    (tmp_path / "file").write_text("")
-    with pytest.raises(ConfigError, match=r"config\.data\.cache_dir = .*Not a directory"):
-        text.open_text(config(dataset[0], tmp_path / "file"), seed=0)
-
-
-def test_meta_says_what_the_tokens_are(dataset, data):
-    metas = [json.loads((folder / "meta.json").read_text()) for folder in token_files(dataset[1])]
-    meta = next(m for m in metas if m["tokens"] == len(data.train.flat) and m["corpus"]["split"] == "train")
-    assert (meta["documents"], meta["left_out_without_tokens"], meta["eot"]) == (42, 2, 0)
-    assert meta["tokenizer"] == BYTES.fingerprint and meta["corpus"]["name"] == "text_set"
-
-
-@pytest.mark.parametrize("discount", [0.05, 0.5, 0.95])
-def test_bigram_is_a_distribution_after_every_token(discount):
-    flat = np.random.default_rng(0).integers(0, 6, 40)
-    bigram = text.Bigram(*text._pairs(flat, 9), discount, 9)  # tokens 6, 7, 8 never occur
-    for a in range(9):
-        rows = np.array([[a, b] for b in range(9)])
-        assert np.exp(-bigram.loss(rows)).sum() == pytest.approx(1, abs=1e-12)
-
-
-def test_bigram_by_hand():
-    # 0 1 0 1 0 2: pairs 01 twice, 10 twice, 02 once; second tokens 1 1 0 0 2, V = 4, p(b) = (n_b + 1) / 9.
-    bigram = text.Bigram(*text._pairs(np.array([0, 1, 0, 1, 0, 2]), 4), 0.5, 4)
-    expected = {
-        (0, 1): 1.5 / 3 + 0.5 * 2 / 3 * 3 / 9,
-        (0, 2): 0.5 / 3 + 0.5 * 2 / 3 * 2 / 9,
-        (0, 3): 0.5 * 2 / 3 * 1 / 9,
-        (1, 0): 1.5 / 2 + 0.5 / 2 * 3 / 9,
-        (3, 0): 3 / 9,
-    }
-    for pair, p in expected.items():
-        assert bigram.loss(np.array([pair]))[0, 0] == pytest.approx(-math.log(p), abs=1e-12)
-
-
-def test_bigram_reaches_the_entropy_rate_of_a_markov_chain():
-    rng = np.random.default_rng(0)
-    table = rng.dirichlet([0.3] * 8, 8)
-    chain = [0]
-    for u in rng.random(60_000):
-        chain.append(min(int(np.searchsorted(np.cumsum(table[chain[-1]]), u)), 7))
-    train, test = np.array(chain[:40_000], np.uint16), np.array(chain[40_000:])[None]
-    exact = -np.log(table[test[0, :-1], test[0, 1:]]).mean()
-    assert text.fit_bigram(train, 8).loss(test).mean() == pytest.approx(exact, abs=0.003)
-
-
-def test_bigram_discount_is_the_best_on_held_out_training_tokens():
-    flat = np.random.default_rng(1).integers(0, 30, 2_000) // 2 * 2
-    cut = len(flat) - 100
-    part = text._pairs(flat[:cut], 40)
-    candidates = {d: text.Bigram(*part, d / 100, 40) for d in range(5, 100, 5)}
-    held_out = {d: bigram.loss(flat[None, cut - 1 :]).mean() for d, bigram in candidates.items()}
-    assert text.fit_bigram(flat, 40).discount == min(held_out, key=held_out.get) / 100
-
-
 def test_lines_are_losses_per_prediction_without_bayes(data):
     rows = data.eval_rows(12, 0)
     lines = data.lines(rows)
     assert set(lines) == {"uniform", "unigram", "bigram"} and data.plateau in lines
     assert all(line.shape == (12, T) and np.isfinite(line).all() for line in lines.values())
     np.testing.assert_allclose(lines["uniform"], math.log(257), rtol=1e-15)
-    expected = text.fit_bigram(data.train.flat, 257).loss(rows)
+    expected = bigram.fit(data.train.flat, 257).loss(rows)
     np.testing.assert_array_equal(lines["bigram"], expected)
 
 
