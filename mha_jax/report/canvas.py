@@ -4,7 +4,6 @@ No pyplot: a Figure of its own needs no display and keeps no global state. Colou
 which colour-blind readers can tell apart.
 """
 import dataclasses
-import json
 import pathlib
 
 import matplotlib
@@ -13,7 +12,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
 from mha_jax.config import Config, ConfigError
-from mha_jax.training.folder import read_config
+from mha_jax.training.folder import read_config, read_json
 from mha_jax.training.tracking import read_metrics, variant
 
 INK, GREY, FAINT, EVENT = "#222222", "#707070", "#c4c4c4", "#D55E00"
@@ -26,6 +25,9 @@ STYLE = {
     "text.parse_math": False,  # names of runs may hold dollars
 }  # fmt: skip
 styled = matplotlib.rc_context(STYLE)
+SUMMARY = ("steps", "induction")  # what a summary.json is read for; other figures it may lack
+FORMATION = ("best_head", "strength", "censored_at", "formation_step", "formation_bracket", "formation_rise",
+             "unstable", "loss_midpoint_step")  # fmt: skip
 
 
 @dataclasses.dataclass(frozen=True)
@@ -71,7 +73,17 @@ def read_run(workdir) -> Run:
     if not events:
         raise ConfigError(f"{workdir}: nothing to show, metrics.jsonl is missing or empty")
     path = workdir / "summary.json"
-    return Run(workdir, config, events, json.loads(path.read_text()) if path.exists() else {})
+    return Run(workdir, config, events, _read_summary(path) if path.exists() else {})
+
+
+def _read_summary(path: pathlib.Path) -> dict:
+    summary = read_json(path)
+    found = summary.get("induction")
+    missing = [key for key in SUMMARY if key not in summary]
+    missing += [f"induction.{key}" for key in FORMATION if not isinstance(found, dict) or key not in found]
+    if missing:
+        raise ConfigError(f"{path}: has no {', '.join(missing)}; train.py on this folder writes it anew")
+    return summary
 
 
 def panels(num: int, right: float, last_step: int):

@@ -1,5 +1,4 @@
 """Checkpoints by Orbax: plain dicts, each with its step and a hash of its content, never trusted unread."""
-import json
 import pathlib
 import zlib
 
@@ -11,9 +10,12 @@ from orbax.checkpoint.checkpoint_managers import preservation_policy as policies
 
 from mha_jax.config import CheckpointConfig, ConfigError
 from mha_jax.schedule import Schedule
-from mha_jax.training.folder import DEFINITIONS, first_line
+from mha_jax.training.folder import DEFINITIONS, first_line, free_place, read_json
 
 ITEMS = ("params", "optimizer", "meta")
+# What lies beside the parameters: the first six come from the loop, `save` adds the others.
+META = ("tokens", "seconds", "probe_seconds", "compile_seconds", "data", "config", "step", "hash", "params_hash",
+        "eval_loss")  # fmt: skip
 
 
 class CheckpointError(RuntimeError):
@@ -58,8 +60,7 @@ class Checkpoints:
 
     def __init__(self, workdir: pathlib.Path, cfg: CheckpointConfig, last: int = 0):
         """`last`: the run's number of steps, which `keep` schedules refer to; 0 when only reading."""
-        self.folder = workdir / "checkpoints"
-        self.damaged = workdir / "damaged"
+        self._workdir, self.folder = workdir, workdir / "checkpoints"
         self._cfg, self._last = cfg, last
         self._manager = None
 
@@ -115,14 +116,15 @@ class Checkpoints:
         return self._manager
 
     def meta(self, step: int) -> dict:
-        """What was saved beside the parameters: step, tokens, seconds, hashes, eval_loss, config.
-
-        CheckpointError if unreadable.
-        """
+        """What was saved beside the parameters, `META`. CheckpointError if unreadable or incomplete."""
         try:
-            return json.loads((self.folder / str(step) / "meta" / "metadata").read_text())
-        except (OSError, ValueError) as error:
-            raise CheckpointError(f"{self.folder}/{step} cannot be read: {first_line(error)}") from error
+            meta = read_json(self.folder / str(step) / "meta" / "metadata")
+        except (OSError, ConfigError) as error:
+            raise CheckpointError(f"{self.folder}/{step} cannot be read: {error}") from error
+        missing = [key for key in META if key not in meta]
+        if missing:
+            raise CheckpointError(f"{self.folder}/{step} cannot be read: its metadata has no {', '.join(missing)}")
+        return meta
 
     def restore(self, step: int, abstract: dict) -> tuple[dict, dict]:
         """({items of `abstract`}, meta) of a step onto the shardings of `abstract`, its hash checked.
@@ -167,12 +169,9 @@ class Checkpoints:
             raise CheckpointError(f"no checkpoint can be read, the newest because {bad[finished[0]]}; to begin again, "
                                   f"move {self.folder} away")  # fmt: skip
         for step, error in bad.items():
-            aside = self.damaged / str(step)
-            while aside.exists():
-                aside = aside.with_name(aside.name + "_")
+            aside = free_place(self._workdir, str(step))
             warn(f"checkpoint {step} skipped and moved to {aside}: {error}")
             if jax.process_index() == 0:
-                aside.parent.mkdir(exist_ok=True)
                 (self.folder / str(step)).rename(aside)
         return found
 

@@ -20,6 +20,7 @@ import jax
 
 from mha_jax import config as configs
 from mha_jax.config import Config, ConfigError
+from mha_jax.validation import resolve
 
 DEFINITIONS = "1"  # version of what every printed number means; raised when a definition changes
 
@@ -50,6 +51,17 @@ def write_json(path: pathlib.Path, value):
     write_atomically(path, json.dumps(_finite(value), indent=2, allow_nan=False) + "\n")
 
 
+def read_json(path: pathlib.Path) -> dict:
+    """The JSON object of a file that a run wrote. ConfigError naming the file when it holds anything else."""
+    try:
+        value = json.loads(path.read_text())
+    except ValueError as error:  # cut short, or not even text
+        raise ConfigError(f"{path}: not JSON ({first_line(error)})") from None
+    if not isinstance(value, dict):
+        raise ConfigError(f"{path}: holds {json.dumps(value)[:40]}, allowed is an object {{...}}")
+    return value
+
+
 def _finite(value):
     if isinstance(value, dict):
         return {k: _finite(v) for k, v in value.items()}
@@ -69,26 +81,30 @@ def lock(workdir: pathlib.Path):
 
 
 def first_line(error: Exception) -> str:
-    """One line of an exception, for a message."""
-    text = str(error).strip().splitlines()
-    return f"{type(error).__name__}: {text[0][:200]}" if text else type(error).__name__
+    """One line of an exception, for a message; of a long one its two ends, for the reason often stands last."""
+    text = (str(error).strip().splitlines() or [""])[0]
+    text = text if len(text) <= 200 else f"{text[:100]} ... {text[-95:]}"
+    return f"{type(error).__name__}: {text}" if text else type(error).__name__
 
 
 def read_config(workdir: pathlib.Path) -> Config:
     """The config a run was started with. ConfigError when the folder holds no run, or one of another version."""
     path = workdir / "config.json"
     if not path.is_file():
-        raise ConfigError(f"--workdir={workdir}: not a run folder, it has no config.json")
+        raise ConfigError(f"{workdir}: not a run folder, it has no config.json")
+    values = read_json(path)
     try:
-        values = json.loads(path.read_text())
-    except ValueError as error:
-        raise ConfigError(f"{path}: not JSON ({error})") from None
-    try:
-        return configs.from_dict(values)
+        return resolve(configs.from_dict(values))  # checked anew: the file may be another version's, or edited
     except ConfigError as error:
-        beside = workdir / "environment.json"
-        version = json.loads(beside.read_text())["versions"]["mha_jax"] if beside.exists() else "of an unknown version"
-        raise ConfigError(f"{path} was written by mha_jax {version}: {error}") from None
+        raise ConfigError(f"{path} was written by mha_jax {_version_of(workdir)}: {error}") from None
+
+
+def _version_of(workdir: pathlib.Path) -> str:
+    """The version that wrote a run folder, for a message."""
+    try:
+        return str(read_json(workdir / "environment.json")["versions"]["mha_jax"])
+    except (OSError, ConfigError, KeyError, TypeError):
+        return "of an unknown version"
 
 
 def differences(old: Config, new: Config) -> dict[str, tuple]:
@@ -140,12 +156,33 @@ def check_same_data(meta: dict, fingerprint: str):
                           "of environment.json, or train on a prepared dataset folder")  # fmt: skip
 
 
-def write_environment(workdir: pathlib.Path, mesh, step: int):
-    """environment.json: where the run continues now, and under `earlier` where it ran before, with the steps."""
-    path = workdir / "environment.json"
-    before = json.loads(path.read_text()) if path.exists() else None
-    earlier = [] if before is None else [*before.pop("earlier", []), before]
+def write_environment(workdir: pathlib.Path, mesh, step: int, warn):
+    """environment.json: where the run continues now, and under `earlier` where it ran before, with the steps.
+
+    One that cannot be read is named through `warn` and moved to damaged/: the run itself needs nothing from it.
+    """
+    path, earlier = workdir / "environment.json", []
+    try:
+        if path.exists():
+            before = read_json(path)
+            listed = before.pop("earlier", [])
+            if not isinstance(listed, list):
+                raise ConfigError(f"{path}: earlier = {listed!r}, allowed is a list")
+            earlier = [*listed, before]
+    except ConfigError as error:
+        aside = free_place(workdir, path.name)
+        path.rename(aside)
+        warn(f"environment.json begins anew, the one before is moved to {aside}: {error}")
     write_json(path, {"from_step": step} | environment(mesh) | {"earlier": earlier})
+
+
+def free_place(workdir: pathlib.Path, name: str) -> pathlib.Path:
+    """A path in damaged/ at which nothing lies yet, for what cannot be read; the folder is there."""
+    aside = workdir / "damaged" / name
+    aside.parent.mkdir(exist_ok=True)
+    while aside.exists():
+        aside = aside.with_name(aside.name + "_")
+    return aside
 
 
 def environment(mesh) -> dict:

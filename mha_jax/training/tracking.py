@@ -5,6 +5,7 @@ import netrc
 import os
 import pathlib
 import secrets
+import sys
 
 import numpy as np
 
@@ -21,31 +22,56 @@ def variant(cfg) -> str:
 
 
 def read_metrics(workdir: pathlib.Path) -> list[dict]:
-    """The events of a run in order; a last line cut short by a kill is left out."""
+    """The events of a run in order; a last line cut short by a kill is left out. ConfigError for any other damage."""
     path = workdir / "metrics.jsonl"
     if not path.exists():
         return []
     out = []
-    lines = path.read_text().splitlines()
+    lines = path.read_bytes().splitlines()
     for i, line in enumerate(lines):
         try:
-            out.append(json.loads(line))
+            event = json.loads(line)
         except ValueError:
             if i < len(lines) - 1:
                 raise ConfigError(f"{path}, line {i + 1}: not JSON") from None
+            break
+        if not _is_event(event):
+            raise ConfigError(f"{path}, line {i + 1}: not an event, an object of numbers with a whole step")
+        out.append(event)
     return out
 
 
-def drop_after(workdir: pathlib.Path, step: int) -> int:
+def _is_event(value) -> bool:
+    return (isinstance(value, dict) and isinstance(value.get("step"), int)
+            and all(v is None or isinstance(v, (int, float)) for v in value.values()))  # fmt: skip
+
+
+def _to_stderr(message: str):
+    print(f"warning: {message}", file=sys.stderr, flush=True)
+
+
+def probe_files(workdir: pathlib.Path, warn=_to_stderr) -> dict[int, pathlib.Path]:
+    """{step: probes/STEP.npz}, ascending. An .npz of another name is left alone, and named through `warn`."""
+    out = {}
+    for path in sorted((workdir / "probes").glob("*.npz")):
+        if path.stem.isdecimal():
+            out[int(path.stem)] = path
+        else:
+            warn(f"{path} is not used: the files of probes/ are named STEP.npz")
+    return dict(sorted(out.items()))
+
+
+def drop_after(workdir: pathlib.Path, step: int, warn=_to_stderr) -> int:
     """Rewinds a run folder to the parameters after `step` updates; returns how many events it had.
 
-    Train and failure lines belong to the update that follows their step, so those of `step` go too.
+    Train and failure lines belong to the update that follows their step, so those of `step` go too. warn: as for
+    `probe_files`.
     """
     events = read_metrics(workdir)
     kept = [e for e in events if e["step"] < step or (e["step"] == step and not {"train/loss", "failed_at"} & set(e))]
     write_atomically(workdir / "metrics.jsonl", "".join(json.dumps(e) + "\n" for e in kept))
-    for path in (workdir / "probes").glob("*.npz"):
-        if int(path.stem) > step:
+    for at, path in probe_files(workdir, warn).items():
+        if at > step:
             path.unlink()
     return len(events)
 
@@ -123,6 +149,24 @@ class Tracker:
             self._wandb = None
 
 
+def send_evaluation(workdir: pathlib.Path, config: Config, name: str, step: int, pictures: dict, say=print):
+    """The pictures of an evaluation to the run's own W&B page, where it has one and W&B is on."""
+    id_file, mode = workdir / "wandb_id.txt", _mode(config.tracking)
+    if mode in (None, "disabled") or not id_file.exists():
+        return
+    try:
+        import wandb
+
+        run_id, cfg = id_file.read_text().split()[0], config.tracking
+        run = wandb.init(project=cfg.project, entity=cfg.entity, mode=mode, resume="allow", id=run_id,
+                         dir=str(workdir), settings=_settings(cfg))  # fmt: skip
+        run.log({"step": step} | {f"eval/{name}/{key or 'figure'}": wandb.Image(str(path))
+                                  for key, path in pictures.items()})  # fmt: skip
+        run.finish()
+    except Exception as error:
+        say(f"W&B is off: {first_line(error)}; the folder has everything")
+
+
 def _number(value):
     value = float(value)
     if not math.isfinite(value):
@@ -141,15 +185,26 @@ def _has_key() -> bool:
     return any("wandb" in host for host in hosts)
 
 
+def _mode(cfg) -> str | None:
+    """online, offline, disabled; None where `auto` finds no key."""
+    if cfg.wandb != "auto":
+        return cfg.wandb
+    return os.environ.get("WANDB_MODE") or ("online" if _has_key() else None)
+
+
+def _settings(cfg):
+    import wandb
+
+    return wandb.Settings(init_timeout=cfg.timeout, finish_timeout=cfg.timeout, finish_timeout_raises=True,
+                          console="off", silent=True)  # fmt: skip
+
+
 def _start_wandb(workdir: pathlib.Path, config: Config, say, logged: int, new: bool):
     """(W&B run or None, how many of the first events it has). The run's id and that number are in wandb_id.txt.
 
     The number is kept there because a run that was rewound twice may not have come as far again in between.
     """
-    cfg = config.tracking
-    mode = cfg.wandb
-    if mode == "auto":  # what the environment asks for, else on wherever there is a key
-        mode = os.environ.get("WANDB_MODE") or ("online" if _has_key() else None)
+    cfg, mode = config.tracking, _mode(config.tracking)
     if mode is None:
         say("W&B: no key found, so off; metrics.jsonl has everything (tracking.wandb = online | offline to change)")
         return None, 0
@@ -171,8 +226,7 @@ def _start_wandb(workdir: pathlib.Path, config: Config, say, logged: int, new: b
             project=cfg.project, entity=cfg.entity, group=cfg.group or f"{task}-{kind}", name=config.name, id=run_id,
             resume="allow", mode=mode, dir=str(workdir), tags=[kind, task, f"{config.model.num_layers}L"],
             config={k: str(v) if isinstance(v, tuple) else v for k, v in configs.flat(config).items()},
-            settings=wandb.Settings(init_timeout=cfg.timeout, finish_timeout=cfg.timeout, finish_timeout_raises=True,
-                                    console="off", silent=True),
+            settings=_settings(cfg),
         )  # fmt: skip
         run.define_metric("step")
         run.define_metric("*", step_metric="step")

@@ -2,6 +2,7 @@
 import json
 import os
 import pathlib
+import resource
 import shutil
 
 import jax
@@ -17,6 +18,9 @@ from mha_jax.training.checkpoint import CheckpointError, Checkpoints, content_ha
 
 # Orbax leaves coroutines behind when a restore fails.
 pytestmark = pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+
+
+COUNTED = {"tokens": 0, "seconds": 1.0, "probe_seconds": 0.0, "compile_seconds": 0.0, "data": "abc", "config": {}}
 
 
 def state(step: int) -> dict:
@@ -35,7 +39,7 @@ def abstract(*names):
 def saved(workdir, steps_and_losses, last=100, **cfg) -> Checkpoints:
     out = Checkpoints(workdir, CheckpointConfig(**cfg), last)
     for step, loss in steps_and_losses:
-        out.save(step, state(step), {"tokens": 10 * step}, loss)
+        out.save(step, state(step), COUNTED | {"tokens": 10 * step}, loss)
     return Checkpoints(workdir, CheckpointConfig(**cfg), last)  # opened anew, as a restarted run does
 
 
@@ -102,7 +106,7 @@ def flip_a_bit(folder: pathlib.Path):
     wrong["params"]["embed_VD"] = wrong["params"]["embed_VD"].at[2, 1].multiply(1 + 2**-23)
     meta = (name / "meta" / "metadata").read_text()
     other = folder.parent / "other"
-    Checkpoints(other, CheckpointConfig()).save(step, wrong, {}, 1.0)
+    Checkpoints(other, CheckpointConfig()).save(step, wrong, COUNTED, 1.0)
     (name / "params").rename(folder.parent / "removed")
     (other / "checkpoints" / str(step) / "params").rename(name / "params")
     (name / "meta" / "metadata").write_text(meta)
@@ -149,7 +153,7 @@ def test_fc_16_the_newest_whole_one_is_found_and_the_others_make_way(tmp_path):
     assert [w.split(" skipped")[0] for w in warnings] == ["checkpoint 30", "checkpoint 20"]
     assert all(str(tmp_path / "damaged") in w for w in warnings)
     for later in (20, 30, 40):
-        checkpoints.save(later, state(later), {}, 1.0)
+        checkpoints.save(later, state(later), COUNTED, 1.0)
     assert Checkpoints(tmp_path, CheckpointConfig()).steps() == [10, 20, 30, 40]
     assert sorted(p.name for p in (tmp_path / "damaged").iterdir()) == ["20", "30"]
 
@@ -168,8 +172,8 @@ def test_fc_16_whatever_file_is_missing_the_run_goes_on_from_a_whole_state(tmp_p
         step, found, _ = checkpoints.restore_newest(abstract(), warnings.append)
         assert_state(found, step)  # what Orbax can do without is no damage: the content is what was saved
         assert len(warnings) == (0 if step == 30 else 1)
-        checkpoints.save(40, state(40), {}, 3.0)
-        checkpoints.save(50, state(50), {}, 4.0)
+        checkpoints.save(40, state(40), COUNTED, 3.0)
+        checkpoints.save(50, state(50), COUNTED, 4.0)
         assert checkpoints.steps()[-2:] == [40, 50]
         begun.add(step)
     assert begun == {10, 30}
@@ -181,6 +185,20 @@ def test_a_second_damaged_checkpoint_of_a_step_does_not_replace_the_first(tmp_pa
         (tmp_path / "checkpoints" / "20").mkdir()
         Checkpoints(tmp_path, CheckpointConfig()).restore_newest(abstract(), lambda _: None)
     assert sorted(p.name for p in (tmp_path / "damaged").iterdir()) == ["20", "20_"]
+
+
+@pytest.mark.parametrize("text", ["null", "[]", "7", '"text"', "", '{"step": 20', "{}", '{"step": 20, "hash": "x"}'])
+def test_a_checkpoint_with_damaged_metadata_is_a_damaged_checkpoint(tmp_path, text):
+    saved(tmp_path, [(10, 1.0), (20, 2.0)])
+    (tmp_path / "checkpoints" / "20" / "meta" / "metadata").write_text(text)
+    checkpoints = Checkpoints(tmp_path, CheckpointConfig())
+    for read in (lambda: checkpoints.restore(20, abstract()), lambda: checkpoints.find("best")):
+        with pytest.raises(CheckpointError, match=rf"{tmp_path}/checkpoints/20 cannot be read: ") as caught:
+            read()
+        assert "\n" not in str(caught.value)
+    warnings = []
+    assert checkpoints.restore_newest(abstract(), warnings.append)[0] == 10
+    assert len(warnings) == 1 and warnings[0].startswith("checkpoint 20 skipped and moved to ")
 
 
 def test_nothing_is_begun_again_because_no_checkpoint_can_be_read(tmp_path):
@@ -196,7 +214,7 @@ def test_a_folder_that_was_never_finished_is_no_obstacle(tmp_path):
     (tmp_path / "checkpoints" / "0").mkdir(parents=True)
     checkpoints = Checkpoints(tmp_path, CheckpointConfig())
     assert checkpoints.restore_newest(abstract(), lambda _: None) is None
-    checkpoints.save(0, state(0), {}, None)
+    checkpoints.save(0, state(0), COUNTED, None)
     assert checkpoints.steps() == [0]
 
 
@@ -207,7 +225,7 @@ def test_fc_15_a_save_that_nothing_came_of_is_an_error(tmp_path):
     checkpoints = saved(tmp_path, [(5, 1.0)])
     for step in (5, 3):  # Orbax returns False for these, and no more
         with pytest.raises(CheckpointError, match=rf"saving step {step} to {tmp_path}/checkpoints failed"):
-            checkpoints.save(step, state(step), {}, 1.0)
+            checkpoints.save(step, state(step), COUNTED, 1.0)
     assert_state(checkpoints.restore(5, abstract())[0], 5)
 
 
@@ -219,7 +237,21 @@ def test_fc_15_a_save_that_raises_names_path_and_step(tmp_path, monkeypatch):
 
     monkeypatch.setattr(checkpoint.ocp.CheckpointManager, "save", full)
     with pytest.raises(CheckpointError, match=rf"step 6 to {tmp_path}/checkpoints failed: OSError: .*No space left"):
-        checkpoints.save(6, state(6), {}, 1.0)
+        checkpoints.save(6, state(6), COUNTED, 1.0)
+    assert_state(checkpoints.restore(5, abstract())[0], 5)
+
+
+def test_fc_15_a_disk_that_is_full_is_named_as_the_reason(tmp_path):
+    checkpoints = saved(tmp_path, [(5, 1.0)])
+    wide = {"w_DF": jax.random.normal(jax.random.key(0), (64, 1024))}  # 256 KiB that compress little
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (2**16, before[1]))  # writes fail as on a full disk
+    try:
+        with pytest.raises(CheckpointError, match=rf"step 6 to {tmp_path}/checkpoints failed: ") as caught:
+            checkpoints.save(6, {"params": wide, "optimizer": wide}, COUNTED, 1.0)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert "File too large" in str(caught.value) and "\n" not in str(caught.value)
     assert_state(checkpoints.restore(5, abstract())[0], 5)
 
 
@@ -235,7 +267,7 @@ def test_fc_16_the_older_one_is_there_until_the_newer_is_whole(tmp_path, monkeyp
             return real(source, target, *args, **kwargs)
 
         monkeypatch.setattr(os, name, watch)
-    checkpoints.save(2, state(2), {}, 1.0)
+    checkpoints.save(2, state(2), COUNTED, 1.0)
     assert at_rename == [True]
     assert checkpoints.steps() == [2]
 
@@ -256,10 +288,10 @@ def test_fc_17_best_and_newest_are_kept_and_nan_is_never_best(tmp_path, keep, la
     losses = [(1, 1.0), (2, 2.0), (3, 3.0), (4, 4.0), (5, float("nan"))]
     checkpoints = Checkpoints(tmp_path, CheckpointConfig(keep=keep, keep_latest=latest, keep_best=best), 100)
     for step, loss in losses[:3]:
-        checkpoints.save(step, state(step), {}, loss)
+        checkpoints.save(step, state(step), COUNTED, loss)
     checkpoints = Checkpoints(tmp_path, CheckpointConfig(keep=keep, keep_latest=latest, keep_best=best), 100)
     for step, loss in losses[3:]:  # a restarted run knows the losses of what it finds
-        checkpoints.save(step, state(step), {}, loss)
+        checkpoints.save(step, state(step), COUNTED, loss)
     assert checkpoints.steps() == expected
     assert checkpoints.find("last") == 5
     assert checkpoints.restore_newest(abstract(), pytest.fail)[0] == 5

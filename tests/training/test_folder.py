@@ -48,7 +48,7 @@ def test_the_config_comes_back_as_it_was(tmp_path):
 
 
 def test_a_folder_without_a_run_is_named(tmp_path):
-    with pytest.raises(ConfigError, match=rf"--workdir={tmp_path}/no: not a run folder"):
+    with pytest.raises(ConfigError, match=rf"^{tmp_path}/no: not a run folder"):
         folder.read_config(tmp_path / "no")
 
 
@@ -64,11 +64,58 @@ def test_fc_18_a_key_of_another_version_names_the_version(tmp_path):
         folder.read_config(tmp_path)
 
 
-def test_a_config_that_is_not_json_is_named(tmp_path):
+@pytest.mark.parametrize(("text", "message"), [
+    (b'{"model": ', "config.json: not JSON"),
+    (b"", "config.json: not JSON"),
+    (b"\xff\xfe\x00", "config.json: not JSON"),
+    (b"null", "config.json: holds null, allowed is an object"),
+    (b"[]", r"config.json: holds \[\], allowed is an object"),
+    (b'{"model": 3}', "config.json was written by mha_jax 0.0.7: config.model = 3: allowed is a section"),
+    (b'{"steps": "10"}', "config.json was written by mha_jax 0.0.7: config.steps = '10': allowed is int"),
+])  # fmt: skip
+def test_a_damaged_config_is_one_line(tmp_path, text, message):
     written(tmp_path, tiny.config())
-    (tmp_path / "config.json").write_text('{"model": ')
-    with pytest.raises(ConfigError, match=rf"{tmp_path}/config.json: not JSON"):
+    (tmp_path / "config.json").write_bytes(text)
+    with pytest.raises(ConfigError, match=message) as caught:
         folder.read_config(tmp_path)
+    assert str(caught.value).startswith(str(tmp_path)) and "\n" not in str(caught.value)
+
+
+GARBAGE = ["not JSON", '{"versions": ', "null", "[]", "3", "{}", '{"versions": null}', '{"versions": []}']
+
+
+@pytest.mark.parametrize("text", GARBAGE)
+def test_a_damaged_environment_does_not_hide_what_is_wrong_with_the_config(tmp_path, text):
+    folder.write_json(tmp_path / "config.json", {"stpes": 3})
+    (tmp_path / "environment.json").write_text(text)
+    with pytest.raises(ConfigError, match=r"written by mha_jax of an unknown version: config.stpes: no such key"):
+        folder.read_config(tmp_path)
+
+
+@pytest.mark.usefixtures("one_device")
+def test_the_environment_keeps_those_before_and_a_damaged_one_is_put_aside(tmp_path):
+    mesh, path, said = sharding.make_mesh(tiny.config()), tmp_path / "environment.json", []
+    steps = lambda: [e["from_step"] for e in json.loads(path.read_text())["earlier"]]  # noqa: E731
+    for step in (0, 10, 20):
+        folder.write_environment(tmp_path, mesh, step, pytest.fail)
+    assert steps() == [0, 10]
+    damaged = ["nonsense", "null", '{"earlier": null}', '{"earlier": 3}']
+    for text in damaged:
+        path.write_text(text)
+        folder.write_environment(tmp_path, mesh, 30, said.append)
+        assert steps() == []
+    assert [p.read_text() for p in sorted((tmp_path / "damaged").iterdir())] == damaged
+    assert len(said) == 4 and all("environment.json" in m and "damaged" in m and "\n" not in m for m in said)
+    path.write_text("{}")  # nothing to tell, and nothing wrong
+    folder.write_environment(tmp_path, mesh, 40, pytest.fail)
+    assert json.loads(path.read_text())["earlier"] == [{}]
+
+
+def test_of_a_long_error_both_ends_are_said():
+    short = folder.first_line(ValueError("too short\nand more"))
+    assert short == "ValueError: too short" and folder.first_line(KeyError()) == "KeyError"
+    text = folder.first_line(OSError("Error writing" + 300 * "x" + "No space left on device"))
+    assert text.startswith("OSError: Error writing") and text.endswith("No space left on device") and len(text) < 220
 
 
 def test_fc_18_every_differing_key_is_listed_with_both_values(tmp_path):

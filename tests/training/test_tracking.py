@@ -5,6 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from mha_jax.config import ConfigError
 from mha_jax.training import tracking
 from mha_jax.training.tracking import Tracker, drop_after, read_metrics
 from tests.training import tiny
@@ -38,6 +39,26 @@ def test_a_line_cut_short_by_a_kill_is_left_out_and_any_other_damage_is_named(tm
     with pytest.raises(ValueError, match=r"metrics.jsonl, line 2: not JSON"):
         read_metrics(tmp_path)
     assert read_metrics(tmp_path / "nowhere") == []
+
+
+@pytest.mark.parametrize("line", ["null", "[]", "3", '{"loss": 1}', '{"step": "3"}', '{"step": 3, "loss": "low"}'])
+def test_a_line_that_is_no_event_is_named(tmp_path, line):
+    (tmp_path / "metrics.jsonl").write_text('{"step": 0, "loss": null}\n' + line + "\n")
+    with pytest.raises(ConfigError, match=rf"^{tmp_path}/metrics.jsonl, line 2: not an event"):
+        read_metrics(tmp_path)
+
+
+def test_files_of_others_in_probes_are_named_and_left_alone(tmp_path, capsys):
+    (tmp_path / "probes").mkdir()
+    for name in ("000000.npz", "000020.npz", "1000000.npz", "foo.npz", "-5.npz", "000020 copy.npz"):
+        (tmp_path / "probes" / name).touch()
+    said = []
+    assert drop_after(tmp_path, 10, said.append) == 0
+    left = {"000000.npz", "foo.npz", "-5.npz", "000020 copy.npz"}
+    assert {p.name for p in (tmp_path / "probes").iterdir()} == left
+    assert len(said) == 3 and all(str(tmp_path / "probes") in m and "STEP.npz" in m for m in said)
+    assert [p.name for p in tracking.probe_files(tmp_path).values()] == ["000000.npz"]
+    assert len(capsys.readouterr().err.splitlines()) == 3
 
 
 def test_arrays_are_whole_files(tmp_path):
