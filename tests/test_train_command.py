@@ -2,6 +2,7 @@
 import json
 import os
 import pathlib
+import shutil
 import signal
 import subprocess
 import sys
@@ -141,6 +142,57 @@ def test_fc_16_kill_in_the_middle_of_a_save_goes_on_from_the_last_that_is_whole(
     assert meta(workdir, STEPS)["hash"] == meta(whole[0], STEPS)["hash"]
 
 
+def test_fc_15_a_save_that_fails_is_one_line_and_exit_code_4(home, whole):
+    # Writes past 16 KiB fail as on a full disk: a checkpoint's do, those before it do not.
+    train = [sys.executable, str(ROOT / "train.py"), f"--config={home}/tiny.py", f"--workdir={home}/full"]
+    done = subprocess.run(["bash", "-c", 'ulimit -f 16; exec "$@"', "bash", *train], cwd=home, env=environment(home),
+                          capture_output=True, text=True, timeout=120)  # fmt: skip
+    assert done.returncode == 4, done.stderr
+    *before, last = done.stderr.splitlines()
+    assert last.startswith(f"error: saving step 0 to {home}/full/checkpoints failed: ") and "File too large" in last
+    assert before[-1].startswith("step      0/") and len(before) < 10  # and no traceback of any thread
+
+
+def test_fc_16_a_damaged_checkpoint_is_one_line(home, whole):
+    workdir = home / "damaged"
+    shutil.copytree(whole[0], workdir)
+    (workdir / "checkpoints" / str(STEPS) / "params" / "manifest.ocdbt").unlink()
+    code, _, err = finish(start(home, workdir))
+    assert code == 0 and "Traceback" not in err and "Error\n" not in err, err
+    assert len([line for line in err.splitlines() if line.startswith(f"warning: checkpoint {STEPS} skipped")]) == 1
+    assert "resumes exactly from step 200" in err and len(err.splitlines()) < 15
+    assert meta(workdir, STEPS)["hash"] == meta(whole[0], STEPS)["hash"]
+
+
+def test_what_threads_say_again_is_not_printed_and_all_else_is(home):
+    script = """
+import logging, sys
+from absl import logging as absl_logging
+from mha_jax import command
+command._say_errors_once()
+
+class Dropped:
+    def __init__(self, error):
+        self.error = error
+    def __del__(self):
+        raise self.error
+
+def orbax(say):  # a call from a file of Orbax's
+    exec(compile("say('again', exc_info=ValueError('again'))", "/x/orbax/future.py", "exec"), {"say": say})
+
+Dropped(RuntimeError("Event loop is closed"))
+Dropped(RuntimeError("first news"))
+logging.getLogger("asyncio").error("Task exception was never retrieved", exc_info=ValueError("again"))
+logging.getLogger("asyncio").error("second news", exc_info=ValueError("cause"))
+orbax(absl_logging.get_absl_logger().error)
+absl_logging.error("third news")
+"""
+    done = subprocess.run([sys.executable, "-c", script], cwd=ROOT, env=environment(home), capture_output=True,
+                          text=True, check=True)  # fmt: skip
+    assert "again" not in done.stderr and "closed" not in done.stderr and "retrieved" not in done.stderr
+    assert all(f"{which} news" in done.stderr for which in ("first", "second", "third")) and "cause" in done.stderr
+
+
 def test_fc_16_sigterm_during_compilation_ends_at_once_without_a_checkpoint(home):
     # Many layers and no programs kept: a compilation of many seconds.
     process = start(home, "compiling", "--config.model.num_layers=16", JAX_ENABLE_COMPILATION_CACHE="false")
@@ -228,7 +280,12 @@ COMMANDS = {
     "--config=tiny.py --workdir=no --wokdir=x": "Unknown command line flag 'wokdir'. Did you mean: workdir ?",
     "--config=tiny.py --workdir=no stray": "'stray': not a flag",
     "--config=tiny.py --workdir=no --restore=all": "--restore=all: value should be one of <state|params>",
-    "--config=nowhere.py --workdir=no": "nowhere.py",
+    "--config=nowhere.py --workdir=no": "--config=nowhere.py: there is no such file\n",
+    "--config tinny.py --workdir=no --config.steps=3": "--config=tinny.py: there is no such file; did you mean tiny.py",
+    "--config=quikstart --workdir=no": f"no such file; did you mean {ROOT}/configs/quickstart.py?",
+    "--config=/no/gqa.py:2 --workdir=no": f"--config=/no/gqa.py: there is no such file; did you mean {ROOT}/configs/gq",
+    "--config= --workdir=no": "--config= is empty: allowed is a path",
+    "--config=tiny.py --workdir=": "--workdir= is empty: allowed is a path",
     "--config=. --workdir=no": "--config: cannot be loaded",
 }
 FILES = {  # get_config's body: the message
@@ -266,6 +323,11 @@ def test_fc_31_a_bad_command_line_is_one_line_and_exit_code_2(refusals, home, na
     assert not (home / "no").exists()
 
 
+def test_help_names_every_flag_of_the_command(home):
+    ((text, _, _),) = run_cases(home, [["--help"]])
+    assert all(f"  --{flag}: " in text for flag in ("config", "workdir", "restore"))
+
+
 def test_fc_31_refusals_are_quick(refusals):
     assert refusals[1] < 30  # all of them together, on any machine
 
@@ -274,7 +336,7 @@ def test_fc_31_what_is_right_is_taken_as_its_type(home):
     right = ["--config.optimizer.learning_rate=1", "--config.model.tied=1", "--config.data.random_triggers=false",
              "--config.model.head_dim=8", "--config.mesh.data=None", "--config.probes.periods=(5, 8)",
              "--config.tracking.timeout=0.5"]  # fmt: skip
-    show = ("import mha_jax.config as c; c.resolve = lambda config: "
+    show = ("import mha_jax.config as c, mha_jax.validation as v; v.resolve = lambda config: "
             "(print(json.dumps(c.to_dict(config))), sys.exit(0))")  # fmt: skip
     ((text, code, _),) = run_cases(home, [[*FINE, *right]], patch=show)
     assert code == 0
