@@ -4,10 +4,11 @@
 
 Top to bottom: evaluation loss (above Bayes when all runs know theirs), the best head's induction strength, the ICL
 score. Runs that have not finished are shown as far as they are, with - for what they do not know yet.
-Exit codes: 0 done; 2 for a folder that holds no run.
+Exit codes: 0 done; 2 for a folder that holds no run or a damaged one, or a figure that cannot be written there.
 """
 import argparse
 import collections
+import difflib
 import pathlib
 import sys
 
@@ -15,6 +16,8 @@ sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1]))  # run from
 
 from matplotlib.figure import Figure
 
+from mha_jax import command
+from mha_jax.config import ConfigError
 from mha_jax.probes.induction import FORMED
 from mha_jax.report.canvas import DPI, FAINT, GREY, PALETTE, Run, line, name_lines, panels, read_run, styled, title
 from mha_jax.training.tracking import variant
@@ -22,6 +25,7 @@ from mha_jax.training.tracking import variant
 HEADER = ("name", "variant", "layers", "params", "steps", "eval loss", "Bayes", "gap", "ICL", "ICL unigram",
           "best head", "score", "formed", "probes", "tokens/s")  # fmt: skip
 TEXT = ("name", "variant", "best head")  # columns of words, on the left of their column
+FORMATS = (".png", ".pdf", ".svg", ".jpg")  # of the figure
 
 
 def labels(runs: list[Run]) -> list[str]:
@@ -98,26 +102,31 @@ def comparison_figure(runs: list[Run]) -> Figure:
     return figure
 
 
-def main(arguments: list[str] | None = None) -> int:
-    """Draws, prints, returns the exit code."""
+def check_out(out: pathlib.Path):
+    """ConfigError when a figure cannot go there, before anything is read and drawn."""
+    if out.is_dir():
+        raise ConfigError(f"--out={out} is a folder: allowed is a file ending in {', '.join(FORMATS)}")
+    if out.suffix.lower() not in FORMATS:
+        near = difflib.get_close_matches(out.suffix.lower(), FORMATS, 1)
+        hint = f"; did you mean {out.with_suffix(near[0])}?" if near else ""
+        raise ConfigError(f"--out={out} ends in {out.suffix!r}: allowed are {', '.join(FORMATS)}{hint}")
+
+
+@command.errors_on_one_line()
+def main(arguments: list[str] | None = None):
+    """Draws and prints."""
     parser = argparse.ArgumentParser(description="Compare runs: one figure, one table.")
     parser.add_argument("runs", nargs="+", type=pathlib.Path, metavar="RUN", help="run folders")
     parser.add_argument("--out", type=pathlib.Path, help="figure; default: compare.png beside the first run")
     args = parser.parse_args(arguments)
-    runs = []
-    for path in args.runs:
-        try:
-            runs.append(read_run(path))
-        except ValueError as error:  # ConfigError, or JSON that is cut short
-            print(f"{path}: {error}", file=sys.stderr)
-            return 2
     out = args.out or args.runs[0].resolve().parent / "compare.png"
+    check_out(out)
+    runs = [read_run(path) for path in args.runs]
     out.parent.mkdir(parents=True, exist_ok=True)
     comparison_figure(runs).savefig(out, dpi=DPI)
     print(table(runs))
     print(f"figure: {out}")
-    return 0
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

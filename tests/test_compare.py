@@ -127,9 +127,18 @@ def test_command_from_the_repository_root(folders, tmp_path):
 
 
 def test_figure_goes_beside_the_first_run(folders, capsys):
-    assert compare.main([str(folders["never"])]) == 0
+    compare.main([str(folders["never"])])
     assert (folders["never"].parent / "compare.png").exists()
     assert "not by 400" in capsys.readouterr().out
+
+
+def refusal(capsys, *arguments) -> str:
+    """The one line that compare.py refuses these arguments with."""
+    with pytest.raises(SystemExit) as caught:
+        compare.main([str(a) for a in arguments])
+    out, err = capsys.readouterr()
+    assert caught.value.code == 2 and out == "" and err.startswith("error: ") and len(err.splitlines()) == 1, err
+    return err
 
 
 @pytest.mark.parametrize("damage", ["no folder", "empty folder", "no metrics", "broken config"])
@@ -141,6 +150,48 @@ def test_bad_folder_is_one_line_and_exit_code_2(folders, tmp_path, capsys, damag
         (bad / "config.json").write_text((folders["gqa"] / "config.json").read_text())
     if damage == "broken config":
         (bad / "config.json").write_text("{")
-    assert compare.main([str(folders["gqa"]), str(bad)]) == 2
-    out, err = capsys.readouterr()
-    assert out == "" and len(err.splitlines()) == 1 and str(bad) in err
+    assert str(bad) in refusal(capsys, folders["gqa"], bad)
+
+
+SUMMARY = {"null": "holds null", "[]": "holds []", '{"steps": 3': "not JSON", "": "not JSON", "{}": "has no steps, ind",
+           '{"steps": 3, "induction": null}': "has no induction.best_head, ",
+           '{"steps": 3, "induction": {"best_head": "L0H1"}}': "has no induction.strength, "}  # fmt: skip
+METRICS = {"null\n": "line 1: not an event", "[]\n": "line 1: not an event", "{}\n": "line 1: not an event",
+           '{"eval/loss": 1}\n': "line 1: not an event", '{"step": 0}\n{"st\n{"step": 1}\n': "line 2: not JSON",
+           '{"step": 0, "eval/loss": "low"}\n': "line 1: not an event",
+           '{"step": 0, "eval': "missing or empty"}  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "text", "message"), [
+    *(("summary.json", text, message) for text, message in SUMMARY.items()),
+    *(("metrics.jsonl", text, message) for text, message in METRICS.items()),
+    ("config.json", "null", "holds null"),
+])  # fmt: skip
+def test_a_damaged_file_is_named(folders, tmp_path, capsys, name, text, message):
+    bad = shutil.copytree(folders["gqa"], tmp_path / "bad", ignore=shutil.ignore_patterns("probes"))
+    (bad / name).write_text(text)
+    line = refusal(capsys, folders["mqa"], bad)
+    assert str(bad) in line and name in line and message in line
+
+
+def test_a_metrics_file_cut_short_is_shown_as_far_as_it_goes(folders, tmp_path):
+    cut = shutil.copytree(folders["partial"], tmp_path / "cut")
+    with open(cut / "metrics.jsonl", "a") as file:
+        file.write('{"step": 810, "eval/lo')
+    assert compare.table([read_run(cut)]) == compare.table([read_run(folders["partial"])])
+
+
+def test_a_figure_that_cannot_be_written_is_refused(folders, tmp_path, capsys):
+    (tmp_path / "file").touch()
+    run = folders["gqa"]
+    for out, message in (
+        (tmp_path, f"--out={tmp_path} is a folder: allowed is a file ending in .png, .pdf, .svg, .jpg"),
+        (tmp_path / "figure", "ends in '': allowed are .png, .pdf, .svg, .jpg\n"),
+        (tmp_path / "figure.pgn", f"ends in '.pgn': .*; did you mean {tmp_path}/figure.png?"),
+        (tmp_path / "file" / "figure.png", f"{tmp_path}/file"),
+        (pathlib.Path("/proc/figure.png"), "/proc/figure.png"),  # nobody may write there, not even root
+    ):
+        before, _, after = message.partition(".*")
+        line = refusal(capsys, run, "--out", out)
+        assert before in line and after in line
+    assert [p.name for p in tmp_path.iterdir()] == ["file"]
