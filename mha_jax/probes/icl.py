@@ -8,6 +8,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from mha_jax.config import ConfigError
+
 
 def token_loss(logits_BTV, targets_BT):
     """Cross-entropy of each token in nats, float32 [B, T].
@@ -44,6 +46,18 @@ def icl_score(loss_BT, early_BT, late_BT):
     n = (early_BT | late_BT).any(1).sum()
     variance = n / (n - 1) * jnp.square(late_pull_B - early_pull_B).sum()
     return late - early, jnp.sqrt(variance)
+
+
+def check_windows(early_BT, late_BT):
+    """ConfigError when the frozen rows have no ICL score: in `trigger` the windows are where the triggers fell.
+
+    Host function, masks bool [B, T]. A score takes a token in each window, its standard error two rows with one.
+    """
+    early, late, rows = int(early_BT.sum()), int(late_BT.sum()), int((early_BT | late_BT).any(1).sum())
+    if not early or not late or rows < 2:
+        raise ConfigError(f"config.data.eval_rows = {len(early_BT)}, config.data.length = {early_BT.shape[1]}: the "
+                          f"evaluation rows have {early} tokens in the early ICL window and {late} in the late one, in "
+                          f"{rows} rows; allowed is 1 in each, in 2 rows: raise one or the other")  # fmt: skip
 
 
 def olsson(loss_BT):

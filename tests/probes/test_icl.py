@@ -4,6 +4,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from mha_jax.config import ConfigError
 from mha_jax.probes import icl
 
 
@@ -99,3 +100,15 @@ def test_windows_text_covers_rows_that_differ_and_says_so():
     early = np.array([[0, 1, 0, 0], [1, 0, 0, 0]], bool)
     late = np.zeros((2, 4), bool)
     assert icl.windows_text(early, late) == {"early": [1, 2], "late": None, "same_in_every_row": False}
+
+
+def test_rows_without_a_window_have_no_score_and_are_refused():
+    early, late = np.zeros((3, 8), bool), np.zeros((3, 8), bool)
+    early[:, 1] = late[1:, 5] = True
+    icl.check_windows(early, late)
+    none, one = np.zeros_like(early), early & (np.arange(3) == 0)[:, None]
+    for masks, counts in (((early, none), (3, 0, 3)), ((none, late), (0, 2, 2)), ((one, one), (1, 1, 1))):
+        assert not np.isfinite(icl.icl_score(jnp.ones((3, 8)), *masks)).all()
+        text = "{} tokens in the early ICL window and {} in the late one, in {} rows".format(*counts)
+        with pytest.raises(ConfigError, match=f"config.data.eval_rows = 3, config.data.length = 8: .* {text}"):
+            icl.check_windows(*masks)
