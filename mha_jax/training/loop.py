@@ -18,10 +18,11 @@ from mha_jax.data.source import make_source
 from mha_jax.data.tokenizer import Tokenizer
 from mha_jax.layout import replicated, residual_sharding
 from mha_jax.model import transformer
+from mha_jax.probes import icl
 from mha_jax.probes.induction import FORMED
 from mha_jax.probes.panel import Panel, Reading
 from mha_jax.schedule import Schedule
-from mha_jax.training import folder, sharding, state, step, summary
+from mha_jax.training import clamp, folder, sharding, state, step, summary
 from mha_jax.training.checkpoint import Checkpoints
 from mha_jax.training.console import Console
 from mha_jax.training.signals import Stop
@@ -68,11 +69,15 @@ class Training:
         self.config, self.workdir, self.console = config, workdir, console
         self.stop = Stop()
         self.mesh = sharding.make_mesh(config)
+        clamp.make(config.interventions, config.model)  # refuses heads that do not exist, before anything is written
         resumes = (workdir / "config.json").exists()
-        for warning in folder.check_same_run(workdir, config, restore == "params") if resumes else []:
-            console.say(f"warning: {warning}")
+        warnings = folder.check_same_run(workdir, config, restore == "params") if resumes else []
         self.checkpoints = Checkpoints(workdir, config.checkpoint, config.steps)
-        if restore == "params" and not self.checkpoints.steps():
+        saved = self.checkpoints.steps()
+        if saved and saved[-1] > config.steps:
+            raise ConfigError(f"config.steps = {config.steps} is less than the saved step {saved[-1]} in "
+                              f"{self.checkpoints.folder}; choose another --workdir (make: WORKDIR=...)")  # fmt: skip
+        if restore == "params" and not saved:
             raise ConfigError(f"--restore=params: {self.checkpoints.folder} has no checkpoint to take them from")
         try:
             workdir.mkdir(parents=True, exist_ok=True)
@@ -80,6 +85,8 @@ class Training:
             raise ConfigError(f"--workdir={workdir}: cannot be used ({folder.first_line(error)})") from None
         if jax.process_index() == 0:
             self.lock = folder.lock(workdir)
+        for warning in warnings:
+            self._warn(warning)
         devices = jax.devices()
         console.say(f"{config.name}: {variant(config.model)}, {transformer.count_params(config.model):,} parameters, "
                     f"on {len(devices)} {devices[0].platform} device(s) ({devices[0].device_kind}), mesh "
@@ -90,6 +97,10 @@ class Training:
         if config.optimizer.warmup_steps >= config.steps > 0:
             console.say(f"warning: config.optimizer.warmup_steps = {config.optimizer.warmup_steps} is not below "
                         f"config.steps = {config.steps}: the learning rate only rises")  # fmt: skip
+        i = config.interventions
+        if i.heads:
+            until = f"to step {i.end - 1}" if i.end is not None else "on"
+            console.say(f"heads {i.heads} are held at {i.kind} from step {i.start} {until}; probes see the free model")
         if config.optimizer.weight_decay:
             console.say(f"weight decay {config.optimizer.weight_decay} on {', '.join(state.decayed_names(config))}")
         # A resumed run keeps its own tokenizer: one trained again on another corpus would change every token.
@@ -97,22 +108,23 @@ class Training:
         self.source = make_source(config, self.mesh, Tokenizer.load(own) if resumes and own.exists() else None)
         console.say(f"data: {self.source.description}")
         self.panel = Panel(config, self.source, self.mesh)
+        icl.check_windows(self.panel.evaluation.early_RT, self.panel.evaluation.late_RT)
         if self.panel.ceiling <= FORMED:
             console.say(f"warning: config.model.window = {config.model.window} does not reach back over all periods "
                         f"{self.panel.repeats['induction'][0]}: prefix matching can be {self.panel.ceiling:.2f} at "
                         "most, so nothing will count as formed")  # fmt: skip
         self.panel_schedule = Schedule.parse(config.probes.panel)
         self.save_schedule = Schedule.parse(config.checkpoint.save)
-        self.progress = Progress()
+        self.progress, self.finished = Progress(), None
         self._restore_or_init(restore)
         changed = resumes and bool(folder.differences(folder.read_config(workdir), config))
         self.saved_at = self.progress.step if resumes and self.checkpoints.steps() else None
         logged, first = 0, jax.process_index() == 0
         if first:
-            logged = drop_after(workdir, self.progress.step) if resumes else 0
+            logged = drop_after(workdir, self.progress.step, self._warn) if resumes else 0
             folder.write_json(workdir / "config.json", configs.to_dict(config))
             if self.progress.step < config.steps:  # a finished run stays as it was made
-                folder.write_environment(workdir, self.mesh, self.progress.step)
+                folder.write_environment(workdir, self.mesh, self.progress.step, self._warn)
                 (workdir / "summary.json").unlink(missing_ok=True)
             if self.source.tokenizer is not None:
                 self.source.tokenizer.save(workdir / "tokenizer.json")
@@ -120,12 +132,13 @@ class Training:
             multihost_utils.sync_global_devices("rewound")
         self.tracker = Tracker(workdir, config, console.say, active=first, logged=logged, changed=changed)
 
+    def _warn(self, message: str):
+        self.console.say(f"warning: {message}")
+
     def _restore_or_init(self, restore: str):
         abstract = state.abstract_state(self.config, self.mesh)
         wanted = ("params", "optimizer") if restore == "state" else ("params",)
-        found = self.checkpoints.restore_newest(
-            {name: abstract[name] for name in wanted}, lambda m: self.console.say(f"warning: {m}")
-        )
+        found = self.checkpoints.restore_newest({name: abstract[name] for name in wanted}, self._warn)
         if found is None:
             if any(e["step"] for e in read_metrics(self.workdir)):
                 raise ConfigError(f"--workdir={self.workdir} holds a run of which no checkpoint is left: it would "
@@ -133,9 +146,6 @@ class Training:
             self.state = state.sharded_init(self.config, self.mesh)
             return
         at, items, meta = found
-        if at > self.config.steps:
-            raise ConfigError(f"config.steps = {self.config.steps} is less than the saved step {at} in "
-                              f"{self.checkpoints.folder}; choose another --workdir (make: WORKDIR=...)")  # fmt: skip
         folder.check_same_data(meta, self.source.fingerprint)
         if restore == "state":
             folder.check_same_optimizer(meta, self.config)
@@ -147,6 +157,8 @@ class Training:
             items = items | {"optimizer": moments | {"1": adamw}}
         self.state = items | {"step": scalar(at), "failed_at": scalar(-1)}
         self.progress = Progress(at, meta["tokens"], meta["seconds"], meta["probe_seconds"], meta["compile_seconds"])
+        if at == self.config.steps:  # it was timed when it was made; measuring it again does not count
+            self.finished = dataclasses.replace(self.progress)
         how = "parameters alone, with a fresh optimizer" if restore == "params" else "exactly"
         self.console.say(f"resumes {how} from step {at}")
 
@@ -157,6 +169,7 @@ class Training:
             self._compile()
             self._loop()
             self.stop.close()
+            self.console.close()
             out = self._finish(draw)
             exit_code = 0
             return out
@@ -177,6 +190,7 @@ class Training:
         self.console.start(self.progress.step, self.config.steps)
         self.events = read_metrics(self.workdir)
         self.reading: Reading | None = None
+        self.best: dict[str, str] = {}  # the strongest head's name and score, as last probed
         self._pending = None
         self._clock = time.perf_counter()
         while True:
@@ -280,6 +294,8 @@ class Training:
         if full and not np.isfinite(values["eval/loss"]):
             raise NonFinite(f"step {p.step}: evaluation loss {values['eval/loss']}, though every training loss was "
                             "finite", p.step)  # fmt: skip
+        name, figures = summary.strongest(self.panel, reading)
+        self.best = {} if name is None else {name: f"{figures['score']:.2f}"}
         if full:
             self.reading = reading
             rate = {"perf/probe_share": p.probe_seconds / max(p.seconds, 1e-9),
@@ -295,27 +311,24 @@ class Training:
 
     def _show(self, full: bool):
         p, values = self.progress, self.reading.values if self.reading else {}
-        strongest = self.events[-1] if self.events and "induction/max" in self.events[-1] else values
-        name = next((k[10:] for k, v in strongest.items() if k.startswith("induction/L")
-                     and v == strongest.get("induction/max")), "-")  # fmt: skip
         rate = p.tokens / max(p.seconds, 1e-9)
         left = (self.config.steps - p.step) * p.seconds / p.step if p.step else 0.0
         numbers = {"loss": f"{values['eval/loss']:.3f}", "ICL": f"{values['icl/score']:+.3f}"} if values else {}
-        numbers |= {name: f"{strongest.get('induction/max', float('nan')):.2f}", "tok/s": f"{rate:,.0f}"}
+        numbers |= self.best | {"tok/s": f"{rate:,.0f}"}
         self.console.show(p.step, self.config.steps, numbers, left, full)
 
     def _save(self, eval_loss: float | None):
+        self._tick()
         p = self.progress
         meta = {"tokens": p.tokens, "seconds": p.seconds, "probe_seconds": p.probe_seconds,
                 "compile_seconds": p.compile_seconds, "data": self.source.fingerprint,
                 "config": configs.to_dict(self.config)}  # fmt: skip
-        self._tick()
         self.checkpoints.save(p.step, self.state, meta, eval_loss)
         self._clock = time.perf_counter()  # writing is not training: it depends on the disk and the schedule
         self.saved_at = p.step
 
     def _finish(self, draw) -> dict:
-        p = self.progress
+        p = self.finished or self.progress
         totals = {"steps": p.step, "tokens": p.tokens, "seconds": p.seconds, "compile_seconds": p.compile_seconds,
                   "tokens_per_second": p.tokens / max(p.seconds, 1e-9),
                   "probe_share": p.probe_seconds / max(p.seconds, 1e-9),

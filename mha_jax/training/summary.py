@@ -27,13 +27,21 @@ def formation_of(events: list[dict], panel) -> tuple[formations.Formation, tuple
     return formed, midpoint
 
 
+def strongest(panel, reading) -> tuple[str | None, dict]:
+    """(name, {score, chance, strength}) of the head with the highest strength; (None, all None) without heads."""
+    found = panel.prefix_matching(reading.arrays)
+    best = induction.best_head(found.strength_LN)
+    tables = {"score": found.score_LN, "chance": found.chance_LN, "strength": found.strength_LN}
+    if best[0] < 0:
+        return None, dict.fromkeys(tables)
+    return head_name(*best), {name: float(table_LN[best]) for name, table_LN in tables.items()}
+
+
 def summarise(config: Config, events: list[dict], panel, reading, totals: dict) -> dict:
     """summary.json: `reading` is the last panel's, `totals` what the loop counted (steps, tokens, seconds, ...)."""
     values = reading.values
     formed, (midpoint, midpoint_bracket) = formation_of(events, panel)
-    found = panel.prefix_matching(reading.arrays)
-    best = induction.best_head(found.strength_LN)
-    none = best[0] < 0
+    best, figures = strongest(panel, reading)
     e = panel.evaluation
     return totals | {
         "name": config.name,
@@ -50,10 +58,8 @@ def summarise(config: Config, events: list[dict], panel, reading, totals: dict) 
         "learns_in_context": learns_in_context(values, panel.limits),
         "packing": config.data.packing if config.data.task == "text" else None,
         "induction": {
-            "best_head": None if none else head_name(*best),
-            "score": None if none else float(found.score_LN[best]),
-            "chance": None if none else float(found.chance_LN[best]),
-            "strength": None if none else float(found.strength_LN[best]),
+            "best_head": best,
+            **figures,
             "probe": panel.source.induction_probe,
             "periods": list(panel.repeats["induction"][0]),
             "heads": [head_name(*head) for head in panel.induction_heads(reading.arrays)],

@@ -6,8 +6,11 @@ import numpy as np
 import pytest
 
 from mha_jax import run
+from mha_jax.config import ConfigError
 from mha_jax.data.source import make_source
-from mha_jax.training import loop, optimizer, sharding, state, step
+from mha_jax.probes import induction
+from mha_jax.probes.panel import Reading
+from mha_jax.training import loop, optimizer, sharding, state, step, summary
 from mha_jax.training.checkpoint import CheckpointError, Checkpoints
 from tests.training import tiny
 
@@ -170,3 +173,89 @@ def test_sigterm_is_left_alone_before_and_after(tmp_path, monkeypatch):
     with pytest.raises(loop.NonFinite):
         tiny.train(tiny.config(), tmp_path / "fails")
     assert now() == before
+
+
+# ------------------------------------------------------------------------------------------------ what a run says
+
+
+class Watched(tiny.Screen):
+    """A console that keeps what the live line showed, as {step: numbers}."""
+
+    def __init__(self):
+        super().__init__()
+        self.shown = {}
+
+    def show(self, step, steps, numbers, *_):
+        self.shown[step] = numbers
+
+
+@pytest.mark.usefixtures("one_device")
+@pytest.mark.parametrize("kv_heads", [4, 1])
+def test_the_live_line_and_the_summary_name_the_same_head(tmp_path, kv_heads):
+    screen, cfg = Watched(), tiny.config(**{"model.num_kv_heads": kv_heads})
+    found = loop.train(cfg, tmp_path, console=screen)["induction"]
+    assert screen.shown[30][found["best_head"]] == f"{found['score']:.2f}"
+    for name, arrays in tiny.probes(tmp_path).items():
+        chance_P = arrays["induction_chance_P"][:, None, None]
+        strength_LN = ((arrays["induction_PLN"] - chance_P) / (1 - chance_P)).min(0)
+        layer, head = np.unravel_index(strength_LN.argmax(), strength_LN.shape)
+        assert f"L{layer}H{head}" in screen.shown[int(name[:6])]
+
+
+def test_the_strongest_head_need_not_have_the_highest_score():
+    class TwoPeriods:  # by hand: of chance 0.2 and 0.05
+        def prefix_matching(self, arrays):
+            return induction.prefix_matching(arrays["induction_PLN"], [0.2, 0.05])
+
+    scores_PLN = np.array([[[0.30, 0.50, np.nan]], [[0.30, 0.29, np.nan]]])
+    name, figures = summary.strongest(TwoPeriods(), Reading({}, {"induction_PLN": scores_PLN}))
+    assert name == "L0H1"  # (0.29 - 0.05) / 0.95 = 0.253, against (0.30 - 0.2) / 0.8 = 0.125
+    assert figures == pytest.approx({"score": 0.29, "chance": 0.05, "strength": 0.24 / 0.95})
+    gone = Reading({}, {"induction_PLN": np.full((2, 1, 3), np.nan)})
+    assert summary.strongest(TwoPeriods(), gone) == (None, {"score": None, "chance": None, "strength": None})
+
+
+@pytest.mark.usefixtures("one_device")
+def test_a_finished_run_keeps_the_times_of_its_making(tmp_path):
+    made, _ = tiny.train(tiny.config(), tmp_path)
+    assert made["seconds"] > 0 and made["compile_seconds"] > 0 and 0 < made["probe_share"] < 1
+    text = (tmp_path / "summary.json").read_text()
+    for _ in range(2):
+        assert tiny.train(tiny.config(), tmp_path)[0] == made
+        assert (tmp_path / "summary.json").read_text() == text
+    longer, _ = tiny.train(tiny.config(steps=34), tmp_path)  # what is trained since does count
+    assert longer["seconds"] > made["seconds"] and longer["tokens_per_second"] != made["tokens_per_second"]
+    none, _ = tiny.train(tiny.config(steps=0), tmp_path / "none")
+    assert none["seconds"] > 0
+
+
+@pytest.mark.usefixtures("one_device")
+def test_fewer_steps_than_were_trained_are_refused_and_no_more_is_said(whole):
+    screen, before = tiny.Screen(), (whole(4) / "config.json").read_text()
+    with pytest.raises(ConfigError, match=r"config.steps = 20 is less than the saved step 30"):
+        loop.train(tiny.config(steps=20), whole(4), console=screen)
+    assert not [line for line in screen.lines if "warning" in line or "20" in line]
+    assert (whole(4) / "config.json").read_text() == before
+
+
+@pytest.mark.usefixtures("one_device")
+def test_rows_that_cannot_give_an_icl_score_are_refused_before_compiling(tmp_path):
+    cfg = tiny.config(**{"data.task": "trigger", "data.length": 8, "data.eval_rows": 2, "data.trigger_rate": 0.01,
+                         "probes.periods": (4,), "probes.rows": 2})  # fmt: skip
+    screen = tiny.Screen()
+    with pytest.raises(ConfigError, match=r"config.data.eval_rows = 2, config.data.length = 8: .* ICL window"):
+        loop.train(cfg, tmp_path, console=screen)
+    assert "compiling" not in screen.lines and not (tmp_path / "config.json").exists()
+
+
+@pytest.mark.usefixtures("one_device")
+def test_a_resumed_run_says_what_is_odd_in_its_folder_and_goes_on(whole, tmp_path, monkeypatch):
+    cfg = tiny.config()
+    tiny.interrupted(monkeypatch, cfg, tmp_path, 14, tiny.terminate)
+    (tmp_path / "probes" / "foo.npz").write_bytes(b"mine")
+    (tmp_path / "environment.json").write_text("nonsense")
+    _, said = tiny.train(cfg, tmp_path)
+    warned = [line for line in said if line.startswith("warning: ")]
+    assert len(warned) == 2 and "probes/foo.npz is not used" in warned[0] and "environment.json" in warned[1]
+    (tmp_path / "probes" / "foo.npz").unlink()
+    tiny.assert_same_run(cfg, whole(4), tmp_path)
