@@ -49,10 +49,10 @@ class Norm(nnx.Module):
             return x_BTD
         if self.kind == "rms":
             return rms(x_BTD, self.scale_D[...], self.eps)
-        x32 = x_BTD.astype(jnp.float32)
-        x32 = x32 - x32.mean(-1, keepdims=True)
-        x32 = x32 * jax.lax.rsqrt((x32 * x32).mean(-1, keepdims=True) + self.eps) * self.scale_D[...]
-        return (x32 if self.bias_D is None else x32 + self.bias_D[...]).astype(x_BTD.dtype)
+        y_BTD = x_BTD.astype(jnp.float32)
+        y_BTD = y_BTD - y_BTD.mean(-1, keepdims=True)
+        y_BTD = y_BTD * jax.lax.rsqrt((y_BTD * y_BTD).mean(-1, keepdims=True) + self.eps) * self.scale_D[...]
+        return (y_BTD if self.bias_D is None else y_BTD + self.bias_D[...]).astype(x_BTD.dtype)
 
 
 class MLP(nnx.Module):
@@ -69,11 +69,11 @@ class MLP(nnx.Module):
         self.b_down_D = nnx.Param(jnp.zeros(D)) if cfg.bias else None
 
     def __call__(self, x_BTD):
-        up = dense(x_BTD, self.w_up_DF[...], None if self.b_up_F is None else self.b_up_F[...])
+        up_BTF = dense(x_BTD, self.w_up_DF[...], None if self.b_up_F is None else self.b_up_F[...])
         if self.w_gate_DF is None:
-            hidden_BTF = jax.nn.gelu(up, approximate=True)
+            hidden_BTF = jax.nn.gelu(up_BTF, approximate=True)
         else:
-            hidden_BTF = jax.nn.silu(dense(x_BTD, self.w_gate_DF[...])) * up
+            hidden_BTF = jax.nn.silu(dense(x_BTD, self.w_gate_DF[...])) * up_BTF
         return dense(hidden_BTF, self.w_down_FD[...], None if self.b_down_D is None else self.b_down_D[...])
 
 
@@ -107,8 +107,8 @@ class Transformer(nnx.Module):
         table = cfg.positions in ("learned", "shortformer")
         # Each table at the scale of what it is added to: embeddings, or for shortformer the normed residual stream.
         place_std = 1.0 if cfg.positions == "shortformer" and cfg.norm != "none" else std
-        place = place_std * jax.random.normal(rngs.params(), (cfg.max_length, D)) if table else None
-        self.positions_PD = nnx.Param(place) if table else None
+        place_PD = place_std * jax.random.normal(rngs.params(), (cfg.max_length, D)) if table else None
+        self.positions_PD = nnx.Param(place_PD) if table else None
         # Zero-padded keys: plain numbers sort 0, 1, 10, 11, 2 and would stack a 12-layer model in the wrong order.
         self.layers = nnx.Dict({layer_key(i): Block(cfg, i, rngs) for i in range(cfg.num_layers)})
         self.final_norm = Norm(cfg)
@@ -118,8 +118,8 @@ class Transformer(nnx.Module):
                  cache=None, capture=(), start=0, x_BTD=None, residual_sharding=None, implementation=None):  # fmt: skip
         """Logits of the next token at every position.
 
-        tokens_BT int; positions_BT (default 0..T-1), ascending inside a segment: causality goes by position;
-        segments_BT (0 padding, equal numbers see each other).
+        tokens_BT int; positions_BT (default 0..T-1) must ascend inside a segment, for causality goes by position
+        and `blockwise` never reads a key later in the row; segments_BT (0 padding, equal numbers see each other).
         capture: names among CAPTURES. start, x_BTD: enter at layer `start` with this residual stream instead of
         the embedding. residual_sharding: NamedSharding of [B, T, D]. implementation: overrides the config's.
         Returns (logits_BTV float32, Aux, cache); the cache is for decoding, which this model does not do yet.
@@ -164,10 +164,10 @@ class Transformer(nnx.Module):
         x_BTD = self.final_norm(x_BTD)
         kernel_DV = self.embed_VD[...].T if self.unembed_DV is None else self.unembed_DV[...]
         B, T, D = x_BTD.shape
-        logits = jnp.matmul(
+        logits_BTV = jnp.matmul(
             x_BTD.reshape(B * T, D), kernel_DV.astype(x_BTD.dtype), preferred_element_type=jnp.float32
-        )
-        return logits.reshape(B, T, -1)
+        ).reshape(B, T, -1)
+        return logits_BTV
 
 
 def layer_key(i: int) -> str:

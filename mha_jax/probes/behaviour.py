@@ -13,6 +13,9 @@ import numpy as np
 
 from mha_jax.probes.induction import duplicate_targets, target_mass, uniform_pattern
 
+# Scores of a head besides prefix matching, in the order of tables and pictures.
+HEAD_SCORES = ("previous_token", "duplicate_token", "first_token", "self", "copying", "entropy", "confidence")
+
 
 def previous_token(pattern_LBNTS):
     """[L, N]: mean attention to the token before, A[t, t-1] (Olsson et al. 2022; on training-like text)."""
@@ -31,9 +34,9 @@ def first_token(pattern_LBNTS):
 
 def confidence(pattern_LBNTS):
     """[L, N]: mean over queries of the largest weight (Voita et al. 2019)."""
-    rows = pattern_LBNTS[..., 1:, :].astype(jnp.float32)
+    pattern_LBNTS = pattern_LBNTS[..., 1:, :].astype(jnp.float32)
     # Compiled for CPU, a maximum can lose a NaN: a removed head must stay one.
-    return jnp.where(jnp.isnan(rows[..., 0]), jnp.nan, rows.max(-1)).mean((1, 3))
+    return jnp.where(jnp.isnan(pattern_LBNTS[..., 0]), jnp.nan, pattern_LBNTS.max(-1)).mean((1, 3))
 
 
 def duplicate_token(pattern_LBNTS, tokens_BT):
@@ -109,8 +112,8 @@ def disagreement_js(pattern_LBNTS, group_size=1, sink=False):
 
     sink: the model has a sink logit; its mass counts as one more key.
     """
-    rows = pattern_LBNTS[..., 1:, :]
-    return _over_pairs(js_distances(with_sink(rows) if sink else rows), group_size)
+    pattern_LBNTS = pattern_LBNTS[..., 1:, :]
+    return _over_pairs(js_distances(with_sink(pattern_LBNTS) if sink else pattern_LBNTS), group_size)
 
 
 def cosine_distances(pattern_LBNTS):
@@ -121,9 +124,9 @@ def cosine_distances(pattern_LBNTS):
     """
 
     def distance(a_LBTS, b_LBTS):
-        norm_a, norm_b = (jnp.sqrt(jnp.square(x).sum((-2, -1))) for x in (a_LBTS, b_LBTS))
-        apart = jnp.square(a_LBTS - b_LBTS).sum((-2, -1)) - jnp.square(norm_a - norm_b)
-        return jnp.maximum(apart, 0.0) / (2 * norm_a * norm_b)
+        norm_a_LB, norm_b_LB = (jnp.sqrt(jnp.square(x_LBTS).sum((-2, -1))) for x_LBTS in (a_LBTS, b_LBTS))
+        apart_LB = jnp.square(a_LBTS - b_LBTS).sum((-2, -1)) - jnp.square(norm_a_LB - norm_b_LB)
+        return jnp.maximum(apart_LB, 0.0) / (2 * norm_a_LB * norm_b_LB)
 
     return _each_pair(distance, pattern_LBNTS)
 
@@ -134,11 +137,11 @@ def js_distances(pattern_LBNTS):
     def distance(p_LBTS, q_LBTS):
         # With d = (p - q) / (p + q) a key adds (p + q) / 4 [(1 + d) ln(1 + d) + (1 - d) ln(1 - d)]:
         # exactly 0 at p = q. The clip is for devices whose p / p is not quite 1.
-        total = p_LBTS + q_LBTS
-        d = jnp.clip((p_LBTS - q_LBTS) / jnp.where(total == 0, 1.0, total), -1.0, 1.0)
+        total_LBTS = p_LBTS + q_LBTS
+        d_LBTS = jnp.clip((p_LBTS - q_LBTS) / jnp.where(total_LBTS == 0, 1.0, total_LBTS), -1.0, 1.0)
         xlog1py = jax.scipy.special.xlog1py
-        js = total / 4 * (xlog1py(1 + d, d) + xlog1py(1 - d, -d))
-        return js.sum(-1).mean(-1) / np.log(2)
+        js_LBTS = total_LBTS / 4 * (xlog1py(1 + d_LBTS, d_LBTS) + xlog1py(1 - d_LBTS, -d_LBTS))
+        return js_LBTS.sum(-1).mean(-1) / np.log(2)
 
     return _each_pair(distance, pattern_LBNTS)
 

@@ -17,7 +17,6 @@ from mha_jax.probes import behaviour, icl, induction
 
 SAMPLE = 25  # distinct tokens of a copying sample (Olsson et al. 2022)
 SEED = 20_220_308  # of the probe tokens, the same for every run
-HEAD_SCORES = ("previous_token", "duplicate_token", "first_token", "self", "confidence", "entropy", "copying")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -107,8 +106,8 @@ class Panel:
         exclude = () if self.source.tokenizer is None else (self.source.tokenizer.eot,)
         allowed = np.setdiff1d(np.arange(self.config.data.vocab_size), exclude)
         rng = np.random.default_rng(SEED)
-        rows = rng.permuted(np.tile(allowed, (self.config.probes.repeats, 1)), axis=1)
-        return rows[:, :min(SAMPLE, self.config.data.length)].astype(np.int32)
+        shuffled_BV = rng.permuted(np.tile(allowed, (self.config.probes.repeats, 1)), axis=1)
+        return shuffled_BV[:, :min(SAMPLE, self.config.data.length)].astype(np.int32)
 
     def _forward(self, params, tokens_BT, **kwargs):
         sharding = residual_sharding(self.mesh)
@@ -157,8 +156,8 @@ class Panel:
         return behaviour.copying(result_LBNSD, unembed_DV, sample_BS)
 
     def _chances(self) -> dict[str, float]:
-        rows = self.evaluation.tokens_RU[: self.config.probes.rows, :-1]
-        found = behaviour.uniform_values(rows, self.config.model.window)
+        rows_RT = self.evaluation.tokens_RU[: self.config.probes.rows, :-1]
+        found = behaviour.uniform_values(rows_RT, self.config.model.window)
         return {k: float(v) for k, v in found.items()} | {"entropy": 1.0, "copying": self.copying_chance}
 
     def _limits(self) -> dict[str, float]:
@@ -198,7 +197,7 @@ class Panel:
         for name, (periods, _) in self.repeats.items():
             arrays |= {f"{name}_PLN": found["prefix"][name], f"{name}_periods_P": np.array(periods),
                        f"{name}_chance_P": self.chance_P[name]}  # fmt: skip
-        for name in HEAD_SCORES:
+        for name in behaviour.HEAD_SCORES:
             arrays |= {f"{name}_LN": found["scores"][name], f"{name}_chance": np.float64(self.chances[name])}
             values |= {f"{name}/{k}": v for k, v in heads(found["scores"][name]).items()}
         for name, parts in found["disagreement"].items():

@@ -24,7 +24,7 @@ LIMITS = {
 }
 IDLE = 0.01  # nats
 BROAD = 0.78  # of the largest entropy: 3.8 nats of ln 128, the broad heads of Clark et al. 2019
-SCORES = (*(score for score, _, _ in LIMITS.values()), "copying", "entropy")
+NEEDED = (*(score for score, _, _ in LIMITS.values()), "copying", "entropy")
 
 
 class Row(NamedTuple):
@@ -45,12 +45,12 @@ def readings(scores, chance, copying_sd, effect_LN=None) -> list[Row]:
     that head alone is zeroed, or None: then no head is called idle and the rules say so. ConfigError if a score is
     missing.
     """
-    missing = [name for name in SCORES if name not in scores]
+    missing = [name for name in NEEDED if name not in scores]
     if missing:
-        raise ConfigError(f"scores has no {missing[0]!r}: allowed is a dict with all of {', '.join(SCORES)}")
+        raise ConfigError(f"scores has no {missing[0]!r}: allowed is a dict with all of {', '.join(NEEDED)}")
     rows = []
     for layer, head in np.argwhere(~np.isnan(scores["previous_token"])):
-        own = {name: float(scores[name][layer, head]) for name in SCORES}
+        own = {name: float(scores[name][layer, head]) for name in NEEDED}
         effect = None if effect_LN is None else float(effect_LN[layer, head])
         rows.append(Row(head_name(layer, head), *_read(own, chance, copying_sd, effect)))
     return rows

@@ -6,7 +6,7 @@ import numpy as np
 
 from mha_jax.model import transformer
 from mha_jax.probes import behaviour, icl
-from mha_jax.probes.panel import HEAD_SCORES, Panel, Reading, head_name
+from mha_jax.probes.panel import Panel, Reading, head_name
 from mha_jax.report import canvas, plots
 from mha_jax.run import Run, open_run
 from mha_jax.training.folder import DEFINITIONS, absolute, write_json
@@ -36,7 +36,7 @@ def heads_result(panel: Panel, reading: Reading) -> dict:
     a = reading.arrays
     pm = panel.prefix_matching(a)
     scores = {"induction": pm.score_LN, "induction_mean": pm.mean_LN, "induction_strength": pm.strength_LN}  # fmt: skip
-    scores |= {name: a[f"{name}_LN"] for name in HEAD_SCORES}
+    scores |= {name: a[f"{name}_LN"] for name in behaviour.HEAD_SCORES}
     scores["copying_olsson_scale"] = behaviour.olsson_scale(a["copying_LN"])
     chance = panel.chances | {"induction": float(np.nanmax(panel.chance_P["induction"]))}
     return {
@@ -91,7 +91,7 @@ def table(run: Run, task: str, result: dict) -> list[str]:
             f"ICL score {result['icl_score']:+.4f} ± {result['icl_score_se']:.4f} (late minus early, positions "
             f"{json.dumps(result['icl_positions'])}; in-context unigram "
             f"{result['icl_unigram']:+.4f}{bayes})"]  # fmt: skip
-    columns = ("induction", *HEAD_SCORES)
+    columns = ("induction", *behaviour.HEAD_SCORES)
     lines = [title, f"induction: prefix matching on {result['induction_probe']}, minimum over periods "
              f"{result['periods']}", "head    " + "".join(f"{c.replace('_', ' '):>17}" for c in columns)]  # fmt: skip
     lines.append("chance  " + "".join(f"{result['chance'][c]:>17.3f}" for c in columns))

@@ -6,6 +6,7 @@ import numpy as np
 from matplotlib.figure import Figure
 from matplotlib.patches import Rectangle
 
+from mha_jax.probes.behaviour import HEAD_SCORES
 from mha_jax.probes.induction import FORMED
 from mha_jax.report.canvas import (
     DPI,
@@ -30,7 +31,7 @@ LINE_COLOURS = {"bayes": "#009E73", "unigram": "#CC79A7"}
 LINE_NAMES = {"bayes": "Bayes", "no_icl": "no ICL", "induction": "one-token induction"}
 PARTS = {"bigram": "bigram part", "first_outputs": "first outputs", "later_outputs": "later outputs"}
 PART_COLOURS = ("#0072B2", "#E69F00", "#56B4E9")
-SCORES = ("induction", "previous_token", "duplicate_token", "first_token", "self", "copying", "entropy", "confidence")
+TABLES = ("induction", *HEAD_SCORES)
 DASHED = (0, (4, 3))
 
 
@@ -136,18 +137,18 @@ def _mark_formation(axes, run: Run):
 @styled
 def heads_figure(run: Run, step: int, arrays: dict) -> Figure:
     """A table of layers by heads for each score; `arrays` are those of a full panel at `step`."""
-    tables = [_table(arrays, key) for key in SCORES]
+    tables = [_table(arrays, key) for key in TABLES]
     L, N = tables[0][0].shape
     cell_w, cell_h = min(max(0.36, 1.5 / N), 4.4 / N), min(0.3, 3.6 / L)  # inches
-    rows = -(-len(SCORES) // 4)
+    rows = -(-len(TABLES) // 4)
     width, height = 0.85 + 4 * N * cell_w + 3 * 0.35, 1.1 + rows * (0.65 + L * cell_h)
     figure = Figure(figsize=(width, height), dpi=DPI)
     axes = figure.subplots(rows, 4, sharex=True, sharey=True)
     figure.subplots_adjust(left=0.6 / width, right=1 - 0.25 / width, top=1 - 1.0 / height, bottom=0.75 / height,
                            wspace=0.35 / (N * cell_w), hspace=0.65 / (L * cell_h))  # fmt: skip
-    for ax in axes.flat[len(SCORES) :]:
+    for ax in axes.flat[len(TABLES) :]:
         ax.set_visible(False)
-    for ax, key, (table_LN, chance) in zip(axes.flat[: len(SCORES)], SCORES, tables, strict=True):
+    for ax, key, (table_LN, chance) in zip(axes.flat[: len(TABLES)], TABLES, tables, strict=True):
         image = _heatmap(ax, table_LN, numbers=cell_w >= 0.33 and cell_h >= 0.18)
         ax.set_title(chance, loc="left", size=8, color=GREY, pad=4)
         ax.annotate(key.replace("_", " "), (0, 1), (0, 15), xycoords="axes fraction", textcoords="offset points")

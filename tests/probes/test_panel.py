@@ -61,7 +61,7 @@ def test_the_light_probe_is_the_panels_own_prefix_matching(gqa):
     assert light and all(reading.values[k] == v for k, v in light.items())
 
 
-def test_measuring_leaves_nothing_behind_and_repeats_bit_for_bit(gqa):
+def test_fc_30_measuring_leaves_nothing_behind_and_repeats_bit_for_bit(gqa):
     _, p, params, reading = gqa
     before = jax.tree.map(np.array, params)
     again = p.measure(params)
@@ -89,7 +89,7 @@ def test_heads_that_are_gone_are_nan_and_named_nowhere(model):
     config, p = make(model=model)
     reading = p.measure(transformer.init_params(config.model, 0))
     gone = [(layer, h) for layer in (0, 1) for h in range(4) if h not in model["kept_heads"][layer]]
-    for name in ("induction_PLN", *(f"{n}_LN" for n in panel.HEAD_SCORES)):
+    for name in ("induction_PLN", *(f"{n}_LN" for n in behaviour.HEAD_SCORES)):
         absent = np.isnan(reading.arrays[name]).reshape(-1, 2, 4).all(0)
         assert [tuple(x) for x in np.argwhere(absent)] == gone, name
     assert not any(panel.head_name(*h) in key for h in gone for key in reading.values)

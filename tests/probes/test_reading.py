@@ -42,7 +42,7 @@ def test_each_reading_has_its_head_and_says_the_rule_with_its_numbers():
 
 
 def test_the_panel_gives_every_score_that_is_needed():
-    assert set(reading.SCORES) - {"induction"} <= set(HEAD_SCORES)
+    assert set(reading.NEEDED) - {"induction"} <= set(HEAD_SCORES)
 
 
 def test_a_head_has_one_reading_the_first_in_order():
