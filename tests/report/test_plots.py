@@ -286,6 +286,26 @@ def test_folders_that_hold_nothing_are_refused(run, tmp_path):
         plots.draw_all(run)
 
 
+@pytest.mark.parametrize("content", [b"", b"not a zip", b"half", b"other arrays"])
+def test_a_damaged_panel_is_named(run, content):
+    path = run / "probes" / "000100.npz"
+    path.write_bytes(path.read_bytes()[:500] if content == b"half" else content)
+    if content == b"other arrays":
+        np.savez(path, step=100, loss_by_position_T=np.zeros(64))
+    with pytest.raises(ConfigError, match=rf"^{path}: (cannot be read as a panel|not a panel, it has no )") as caught:
+        plots.draw_all(run)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_file_of_another_name_is_left_out_and_said(run, capsys):
+    expected = plots.read_probes(run)
+    assert capsys.readouterr().err == ""
+    (run / "probes" / "foo.npz").write_bytes(b"mine")
+    assert plots.read_probes(run).keys() == expected.keys()
+    assert capsys.readouterr().err.splitlines() == [
+        f"warning: {run}/probes/foo.npz is not used: the files of probes/ are named STEP.npz"]  # fmt: skip
+
+
 @pytest.mark.parametrize("wanted, expected", [
     ([0.1, 0.5, 0.9], [0.1, 0.5, 0.9]),  # far apart: left alone
     ([0.5, 0.5], [0.45, 0.55]),
