@@ -8,7 +8,8 @@ Exit codes: 0 done; 2 bad config or input; 3 a loss was not finite; 4 a save fai
 from absl import flags
 
 from mha_jax import command
-from mha_jax.config import ConfigError, resolve
+from mha_jax.config import ConfigError
+from mha_jax.validation import resolve
 
 CONFIG = command.define_config()
 WORKDIR = flags.DEFINE_string("workdir", None, "run folder; made if absent, continued if it holds a run")

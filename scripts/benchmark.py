@@ -21,12 +21,13 @@ import numpy as np
 import optax
 from flax import nnx
 
-from mha_jax.config import Config, DataConfig, ModelConfig, resolve
+from mha_jax.config import Config, DataConfig, ModelConfig
 from mha_jax.data.source import make_source
 from mha_jax.layout import residual_sharding
 from mha_jax.model import transformer
 from mha_jax.probes.icl import token_loss
 from mha_jax.training import optimizer, sharding, state, step
+from mha_jax.validation import resolve
 
 SHAPES = {
     "small": Config(name="2 layers, d 64, 4 heads, vocabulary 64, 64 x 64", steps_per_call=10),

@@ -6,9 +6,9 @@ import jax
 import pytest
 
 from mha_jax import config as configs
-from mha_jax.config import resolve
 from mha_jax.model import transformer
 from mha_jax.training import state
+from mha_jax.validation import resolve
 
 FILES = sorted(pathlib.Path(__file__).parents[1].glob("configs/*.py"))
 README = pathlib.Path(__file__).parents[1] / "README.md"

@@ -5,10 +5,11 @@ import jax
 import numpy as np
 import pytest
 
-from mha_jax.config import Config, ConfigError, DataConfig, ModelConfig, ProbesConfig, resolve
+from mha_jax.config import Config, ConfigError, DataConfig, ModelConfig, ProbesConfig
 from mha_jax.report import evaluation
 from mha_jax.run import open_run
 from mha_jax.training import loop
+from mha_jax.validation import resolve
 
 pytestmark = pytest.mark.usefixtures("quick_module")
 

@@ -12,6 +12,7 @@ import types
 import pytest
 
 from mha_jax import config as configs
+from mha_jax.validation import resolve
 from tests.test_train_command import DRIVER, environment
 
 ROOT = pathlib.Path(__file__).parents[1]
@@ -192,7 +193,7 @@ def test_the_config_in_the_readme_is_one():
     (code,) = (fence for fence in FENCES if "def get_config" in fence)
     module = types.ModuleType("readme")
     exec(code, vars(module))
-    assert configs.resolve(module.get_config()).model.num_kv_heads == 2
+    assert resolve(module.get_config()).model.num_kv_heads == 2
 
 
 def test_every_setting_named_exists():

@@ -8,13 +8,14 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from mha_jax.config import CheckpointConfig, Config, ConfigError, DataConfig, ModelConfig, ProbesConfig, resolve
+from mha_jax.config import CheckpointConfig, Config, ConfigError, DataConfig, ModelConfig, ProbesConfig
 from mha_jax.data.tokenizer import Tokenizer
 from mha_jax.model import transformer
 from mha_jax.probes import icl, induction
 from mha_jax.run import open_run
 from mha_jax.training import loop, summary
 from mha_jax.training.signals import Stop
+from mha_jax.validation import resolve
 from tests.data.text_set import prepared
 from tests.training import tiny
 

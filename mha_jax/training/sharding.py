@@ -7,7 +7,8 @@ import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from mha_jax.config import Config, ConfigError, check_devices
+from mha_jax.config import Config, ConfigError
+from mha_jax.validation import check_devices
 
 KV = "kv"  # in the table: `tensor` where K divides by it, else replicated
 

@@ -9,8 +9,9 @@ import functools
 import jax
 import numpy as np
 
-from mha_jax.config import Config, DataConfig, ModelConfig, resolve
+from mha_jax.config import Config, DataConfig, ModelConfig
 from mha_jax.model import transformer
+from mha_jax.validation import resolve
 
 # With these a small model compiles five times faster. Whatever is said to be *exactly* equal is compiled without.
 QUICK = {"xla_backend_optimization_level": "0", "xla_cpu_use_fusion_emitters": "False"}

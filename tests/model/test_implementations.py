@@ -9,8 +9,9 @@ import numpy as np
 import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from mha_jax.config import Config, ConfigError, ModelConfig, resolve
+from mha_jax.config import Config, ConfigError, ModelConfig
 from mha_jax.model import attention, transformer
+from mha_jax.validation import resolve
 from tests.model import oracle
 
 B, N = 2, 4

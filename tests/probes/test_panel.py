@@ -5,11 +5,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from mha_jax.config import Config, DataConfig, ModelConfig, ProbesConfig, resolve
+from mha_jax.config import Config, DataConfig, ModelConfig, ProbesConfig
 from mha_jax.data.source import TaskSource, to_batch
 from mha_jax.model import transformer
 from mha_jax.probes import behaviour, icl, induction, panel
 from mha_jax.training import sharding
+from mha_jax.validation import resolve
 
 pytestmark = pytest.mark.usefixtures("quick_module")
 

@@ -7,6 +7,7 @@ import numpy as np
 from mha_jax import config as configs
 from mha_jax.config import Config, DataConfig, ModelConfig
 from mha_jax.training.folder import write_json
+from mha_jax.validation import resolve
 
 CHANCE_P = np.array([0.11, 0.09, 0.06])
 LINES = {  # of each task, mean loss on the evaluation rows
@@ -28,7 +29,7 @@ def write_run(workdir, *, name="quickstart", task="repeat", layers=2, heads=4, k
     """
     workdir, rng = pathlib.Path(workdir), np.random.default_rng(seed)
     (workdir / "probes").mkdir(parents=True)
-    config = configs.resolve(Config(
+    config = resolve(Config(
         name=name, steps=steps,
         model=ModelConfig(num_layers=layers, d_model=16 * heads, num_heads=heads, num_kv_heads=kv_heads),
         data=DataConfig(task=task, vocab_size=512 if task == "text" else 64),

@@ -4,9 +4,10 @@ import numpy as np
 import optax
 import pytest
 
-from mha_jax.config import Config, ModelConfig, OptimizerConfig, resolve
+from mha_jax.config import Config, ModelConfig, OptimizerConfig
 from mha_jax.model import transformer
 from mha_jax.training import optimizer
+from mha_jax.validation import resolve
 
 FULL = ModelConfig(num_heads=4, num_kv_heads=2, d_model=32, bias=True, mlp="swiglu", positions="learned", sink=True,
                    smeared_key=True, qk_norm=True)  # fmt: skip

@@ -2,8 +2,9 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from mha_jax.config import Config, ConfigError, DataConfig, MeshConfig, ModelConfig, resolve
+from mha_jax.config import Config, ConfigError, DataConfig, MeshConfig, ModelConfig
 from mha_jax.training import sharding, state
+from mha_jax.validation import resolve
 
 
 @pytest.mark.parametrize("extras", [{}, {"bias": True, "mlp": "gelu", "positions": "learned", "tied": True},

@@ -5,11 +5,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from mha_jax.config import Config, DataConfig, MeshConfig, ModelConfig, OptimizerConfig, ProbesConfig, resolve
+from mha_jax.config import Config, DataConfig, MeshConfig, ModelConfig, OptimizerConfig, ProbesConfig
 from mha_jax.data.source import TaskSource, to_batch
 from mha_jax.layout import put_rows, residual_sharding
 from mha_jax.model import transformer
 from mha_jax.training import sharding, state, step
+from mha_jax.validation import resolve
 
 RAGGED = (3, 31, 5, 17, 1, 9, 30, 12)
 

@@ -9,9 +9,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from mha_jax.config import CheckpointConfig, Config, DataConfig, ModelConfig, OptimizerConfig, ProbesConfig, resolve
+from mha_jax.config import CheckpointConfig, Config, DataConfig, ModelConfig, OptimizerConfig, ProbesConfig
 from mha_jax.training import loop, sharding, state
 from mha_jax.training.checkpoint import Checkpoints
+from mha_jax.validation import resolve
 
 STEPS, BATCH, LENGTH = 30, 8, 32
 TIMES = ("seconds", "perf/probe_share", "perf/tokens_per_second")  # the only values that two equal runs differ in
