@@ -97,10 +97,10 @@ class Panel:
         return self._reading(found)
 
     def light(self, params) -> Reading:
-        """Prefix matching of every head alone: cheap enough to follow a formation closely."""
+        """Prefix matching of every head alone: cheap enough to follow a formation closely. arrays: induction_PLN."""
         with jax.default_matmul_precision("highest"):
             found = jax.tree.map(np.asarray, self._light(params, self._inputs, self._repeats))
-        return Reading(self._induction_values(found), {})
+        return Reading(self._induction_values(found), {"induction_PLN": found["induction"]})
 
     def _sample(self):
         exclude = () if self.source.tokenizer is None else (self.source.tokenizer.eot,)

@@ -58,8 +58,9 @@ def test_the_panel_is_its_parts_computed_one_by_one(gqa):
 
 def test_the_light_probe_is_the_panels_own_prefix_matching(gqa):
     _, p, params, reading = gqa
-    light = p.light(params).values
-    assert light and all(reading.values[k] == v for k, v in light.items())
+    light = p.light(params)
+    assert light.values and all(reading.values[k] == v for k, v in light.values.items())
+    np.testing.assert_array_equal(light.arrays["induction_PLN"], reading.arrays["induction_PLN"])
 
 
 def test_fc_30_measuring_leaves_nothing_behind_and_repeats_bit_for_bit(gqa):
