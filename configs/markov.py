@@ -2,7 +2,7 @@
 
 The loss rests at the in-context unigram line before the model learns to count transitions; the optimum is exact.
 Command make run CONFIG=configs/markov.py
-Time    90 s on two CPU cores
+Time    47 s on two CPU cores
 Expect  evaluation loss 0.912 (Bayes 0.891), ICL score -0.10
         (in-context unigram -0.05); L1H0 prefix matching 0.84, formed at step 209 (200-210)
 """

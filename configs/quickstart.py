@@ -3,7 +3,7 @@
 Shows   a 2-layer attention-only model with 4 query heads over 2 KV heads (GQA) on blocks of distinct random
         tokens, repeated with a period that changes from row to row, so that no positional shortcut works.
 Command make run
-Time    31 s on two CPU cores
+Time    33 s on two CPU cores
 Expect  evaluation loss 1.381 (Bayes 1.278), ICL score -4.20
         (in-context unigram -0.97); L1H1 prefix matching 0.99, formed at step 251 (250-260)
 """

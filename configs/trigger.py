@@ -2,7 +2,7 @@
 
 The bigram part is learnt from the weights and first; the outputs after a trigger's first one only by looking back.
 Command make run CONFIG=configs/trigger.py
-Time    5.6 min on two CPU cores
+Time    2.6 min on two CPU cores
 Expect  evaluation loss 2.339 (Bayes 2.294), ICL score -4.19
         (in-context unigram -0.75); L1H3 prefix matching 0.06, no head matches random blocks
         parts: bigram 2.71, first outputs 4.24, later outputs 0.05

@@ -92,7 +92,7 @@ class MeshConfig:
 class ProbesConfig:
     panel: str = "50"  # schedule of the full panel
     induction_every: int = 10  # prefix matching alone, until formed
-    rows: int = 64  # evaluation rows whose attention patterns are read
+    rows: int = 32  # evaluation rows whose attention patterns are read
     repeats: int = 8  # repeated blocks per period
     periods: Optional[tuple[int, ...]] = None  # default: a spread with at least two copies inside the length
 

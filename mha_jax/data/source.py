@@ -20,6 +20,7 @@ from mha_jax.layout import batch_sharding, put_rows
 
 # Above every run's seed, so evaluation rows are never training rows, and all runs of a task share them.
 EVAL_SEED = 2**31 + 1
+CALIBRATION_SEED = 2**31 + 2
 
 
 @dataclasses.dataclass(frozen=True)
@@ -59,10 +60,16 @@ class TaskSource:
 
     def evaluation(self) -> Evaluation:
         """`data.eval_rows` rows that no training run sees."""
-        items = np.arange(self.config.data.eval_rows)
-        tokens_RU = np.asarray(jax.jit(functools.partial(tasks.rows, self.task))(jnp.uint32(EVAL_SEED), items))
+        tokens_RU = self._rows(EVAL_SEED, self.config.data.eval_rows)
         lines, parts = self.task.lines(tokens_RU), self.task.parts(tokens_RU)
         return Evaluation(tokens_RU, lines, parts, *self.task.icl_windows(tokens_RU), self.task.plateau)
+
+    def calibration(self, num: int) -> np.ndarray:
+        """tokens [num, U] int32 to choose by: neither training nor evaluation rows."""
+        return self._rows(CALIBRATION_SEED, num)
+
+    def _rows(self, seed: int, num: int) -> np.ndarray:
+        return np.asarray(jax.jit(functools.partial(tasks.rows, self.task))(jnp.uint32(seed), np.arange(num)))
 
 
 class TextSource:
@@ -99,6 +106,10 @@ class TextSource:
         windows_T = tasks.default_windows(self.config.data.length)
         early_RT, late_RT = (np.tile(window_T, (len(tokens_RU), 1)) for window_T in windows_T)
         return Evaluation(tokens_RU, self.text.lines(tokens_RU), {}, early_RT, late_RT, self.text.plateau)
+
+    def calibration(self, num: int) -> np.ndarray:
+        """tokens [num, U] int32 to choose by, from inside training documents: never evaluation rows."""
+        return self.text.calibration_rows(num, CALIBRATION_SEED)
 
 
 def _batch_maker(task, batch_size: int, size: int, mesh):

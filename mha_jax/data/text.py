@@ -202,28 +202,33 @@ class TextData:
         """tokens [num, U] int32: different rows, each wholly inside a validation document, every possible
         offset equally likely: rows that start where files start would measure licence-then-code, not context.
         ConfigError when the validation documents have fewer than `num` such offsets."""
-        return self._inside(self.length + 1, num, seed, "config.data.length + 1", "config.data.eval_rows")
+        return self._inside(self.validation, self.length + 1, num, seed, "config.data.length + 1",
+                            "config.data.eval_rows")  # fmt: skip
+
+    def calibration_rows(self, num: int, seed: int) -> np.ndarray:
+        """As `eval_rows`, from training documents, so that none of them is an evaluation row."""
+        return self._inside(self.train, self.length + 1, num, seed, "config.data.length + 1", "calibration")
 
     def spans(self, num: int, size: int, seed: int) -> np.ndarray:
         """tokens [num, size] int32: spans from inside one validation document each, to be repeated for prefix
         matching on text as the model knows it. Unlike random blocks, a span may hold a token twice.
         ConfigError as in `eval_rows`."""
-        return self._inside(size, num, seed, "the repeated span", "config.probes.repeats")
+        return self._inside(self.validation, size, num, seed, "the repeated span", "config.probes.repeats")
 
-    def _inside(self, size: int, num: int, seed: int, size_name: str, num_name: str) -> np.ndarray:
-        lengths = self.validation.lengths
+    def _inside(self, stream: Stream, size: int, num: int, seed: int, size_name: str, num_name: str) -> np.ndarray:
+        lengths = stream.lengths
         offsets_D = np.maximum(lengths - size + 1, 0)
         total = int(offsets_D.sum())
         if total < num:
             raise ConfigError(
-                f"too little validation text: {num_name} = {num} rows of {size_name} = {size} tokens inside "
-                f"a document; the validation documents hold {total}, the longest has {lengths.max()} tokens"
+                f"too little text: {num_name} = {num} rows of {size_name} = {size} tokens inside a document; the "
+                f"{'validation' if stream is self.validation else 'training'} documents hold {total}, the longest has {lengths.max()} tokens"
             )
         drawn = np.random.default_rng(seed).choice(total, num, replace=False)
         ends_D = np.cumsum(offsets_D)
         document = np.searchsorted(ends_D, drawn, side="right")
-        first = self.validation.starts[document] + drawn - (ends_D - offsets_D)[document]
-        return self.validation.flat[first[:, None] + np.arange(size)].astype(np.int32)
+        first = stream.starts[document] + drawn - (ends_D - offsets_D)[document]
+        return stream.flat[first[:, None] + np.arange(size)].astype(np.int32)
 
     @functools.cached_property
     def _bigram(self) -> bigram.Bigram:

@@ -63,11 +63,11 @@ class Panel:
         self.repeats = repeats(config, source, self.evaluation)
         batch = to_batch(self.evaluation.tokens_RU)
         self._inputs = {
-            "inputs_BT": put_rows(mesh, batch["inputs_BT"]),
+            "rows_BT": put_rows(mesh, batch["inputs_BT"][: config.probes.rows]),
+            "rest_BT": put_rows(mesh, batch["inputs_BT"][config.probes.rows :]),
             "targets_BT": put_rows(mesh, batch["targets_BT"]),
             "early_BT": put_rows(mesh, self.evaluation.early_RT),
             "late_BT": put_rows(mesh, self.evaluation.late_RT),
-            "rows_BT": put_rows(mesh, batch["inputs_BT"][: config.probes.rows]),
             "sample_BS": put_rows(mesh, self._sample()),
         }
         self._repeats = {name: put_rows(mesh, tokens, leading=1) for name, (_, tokens) in self.repeats.items()}
@@ -124,9 +124,12 @@ class Panel:
 
     def _measure_arrays(self, params, x, repeats):
         m, group = self.model, self.model.num_heads // self.model.num_kv_heads
-        loss_BT = icl.token_loss(self._forward(params, x["inputs_BT"])[0], x["targets_BT"])
+        logits_BTV, aux, _ = self._forward(params, x["rows_BT"], capture=("pattern",))
+        if len(x["rest_BT"]):
+            logits_BTV = jnp.concatenate([logits_BTV, self._forward(params, x["rest_BT"])[0]])
+        loss_BT = icl.token_loss(logits_BTV, x["targets_BT"])
         score, error = icl.icl_score(loss_BT, x["early_BT"], x["late_BT"])
-        pattern_LBNTS = self._forward(params, x["rows_BT"], capture=("pattern",))[1].pattern_LBNTS
+        pattern_LBNTS = aux.pattern_LBNTS
         allowed_T = induction.allowed_counts(self.config.data.length, m.window)
         scores = {
             "previous_token": behaviour.previous_token(pattern_LBNTS),

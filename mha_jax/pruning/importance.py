@@ -16,7 +16,6 @@ import jax.numpy as jnp
 import numpy as np
 
 from mha_jax.config import ConfigError, ModelConfig
-from mha_jax.layout import residual_sharding
 from mha_jax.model.interventions import Interventions
 from mha_jax.model.transformer import layer_key
 from mha_jax.probes.subject import Subject
@@ -92,7 +91,8 @@ def importance(subject: Subject, batch: dict, *, unit: str = "head", mask_LN=Non
     with jax.default_matmul_precision("highest"):
         for rows in subject.chunks(len(batch["inputs_BT"])):
             chunk = {k: None if v is None else subject.place(v[rows]) for k, v in batch.items()}
-            found = _of_rows(subject.graph, size, residual_sharding(subject.mesh), subject.params, chunk, alive_LN)
+            sharding = subject.residual_sharding(len(chunk["inputs_BT"]))
+            found = _of_rows(subject.graph, size, sharding, subject.params, chunk, alive_LN)
             parts.append(jax.device_get(found))
     token_RLJ, signed_RLJ, tokens_R = (np.concatenate(part).astype(np.float64) for part in zip(*parts, strict=True))
     real = tokens_R > 0

@@ -1,111 +1,167 @@
-"""What eval.py does: measure saved steps, print a table, write JSON and a picture."""
+"""What eval.py does: run one task of the laboratory on saved steps, print its tables, write JSON, CSV and pictures."""
 import json
-import pathlib
 
-import numpy as np
+from tqdm import tqdm
 
-from mha_jax.model import transformer
-from mha_jax.probes import behaviour, icl
-from mha_jax.probes.panel import Panel, Reading, head_name
-from mha_jax.report import canvas, plots
-from mha_jax.run import Run, open_run
-from mha_jax.training.folder import DEFINITIONS, absolute, write_json
+from mha_jax.config import ConfigError
+from mha_jax.laboratory import ablate, gates, heads, icl, prune, remove
+from mha_jax.laboratory.result import Result
+from mha_jax.model import surgery, transformer
+from mha_jax.probes import behaviour
+from mha_jax.probes import icl as icl_scores
+from mha_jax.report import canvas, laboratory, plots, tables
+from mha_jax.run import Run, Snapshot, open_run
+from mha_jax.training import tracking
+from mha_jax.training.folder import absolute, write_atomically, write_json
+
+ALL = ("heads", "icl", "ablate", "prune", "gates")  # what --task=all runs; gates is --task=prune --method=gates
+HEAD_COLUMNS = ("head", "reading", "induction", *behaviour.HEAD_SCORES, "copying_eigenvalues", "zeroed_loss_change")
 
 
-def evaluate(workdir, task: str, step: str = "last", out=None) -> list[dict]:
-    """Runs 'heads' or 'icl' on the steps that `step` names; returns what it wrote, one dict a step."""
-    run = open_run(workdir)
-    folder = absolute(out) if out else run.workdir / "eval" / task
-    results = []
+def evaluate(workdir, task: str, step: str = "last", out=None, **options) -> list[dict]:
+    """Runs a task on the steps that `step` names; returns what it wrote, one dict a step and result.
+
+    options: the flags of eval.py that belong to the task, by name.
+    """
+    run, results = open_run(workdir), []
+    if task == "remove" and step == "all":
+        raise ConfigError("--step=all: remove takes one step; allowed are last, best, or a saved step")
     for at in run.steps(step):
-        reading, meta = run.measure(at)
-        describe = {"heads": heads_result, "icl": icl_result}[task]
-        result = {
-            "task": task, "run": run.config.name, "step": at, "hash": meta["hash"], "tokens": meta["tokens"],
-            "data": run.panel.source.description, "definitions": DEFINITIONS,
-        } | describe(run.panel, reading)  # fmt: skip
-        write_json(folder / f"{at:06d}.json", result)
-        print("\n".join(table(run, task, result)))
-        print(f"written: {folder / f'{at:06d}.json'}, {draw(run, task, reading, at, folder)}")
-        results.append(result)
+        snapshot = run.at(at)
+        for name in ALL if task == "all" else (task,):
+            kind = name.replace("gates", "prune")
+            folder = absolute(out) if out and name != "remove" else run.workdir / "eval" / kind
+            if out and task == "all":
+                folder /= kind
+            results.append(_show(snapshot, _run(snapshot, name, out, options), folder, name))
     return results
 
 
-def heads_result(panel: Panel, reading: Reading) -> dict:
-    """Every score of every head, with chance levels; null for a head that is gone."""
-    a = reading.arrays
-    pm = panel.prefix_matching(a)
-    scores = {"induction": pm.score_LN, "induction_mean": pm.mean_LN, "induction_strength": pm.strength_LN}  # fmt: skip
-    scores |= {name: a[f"{name}_LN"] for name in behaviour.HEAD_SCORES}
-    scores["copying_olsson_scale"] = behaviour.olsson_scale(a["copying_LN"])
-    chance = panel.chances | {"induction": float(np.nanmax(panel.chance_P["induction"]))}
-    return {
-        "induction_probe": panel.source.induction_probe,
-        "induction_ceiling": panel.ceiling,
-        "periods": [int(p) for p in panel.repeats["induction"][0]],
-        "induction_heads": [head_name(*h) for h in panel.induction_heads(a)],
-        "chance": chance | {"copying_sd": panel.copying_sd},
-        "scores": {name: _jsonable(value) for name, value in scores.items()},
-        "disagreement": {k: _jsonable(v) for k, v in a.items() if k.startswith("disagreement_")},
-    }
+def _run(snapshot: Snapshot, task: str, out, options: dict) -> Result:
+    bar = tqdm(total=0, desc=task, unit=" rows", disable=None, leave=False)
+
+    def progress(done, total):
+        bar.total = total
+        bar.update(done)
+
+    options = dict(options)
+    cfg = snapshot.run.config.model
+    if isinstance(options.get("heads"), str):
+        options["heads"] = surgery.parse_heads(options["heads"], cfg.num_layers, cfg.num_heads)
+    try:
+        if task == "icl":
+            return icl.icl(snapshot)
+        if task == "remove":
+            return _remove(snapshot, out, options)
+        functions = {"heads": heads.heads, "ablate": ablate.ablate, "prune": prune.prune, "gates": gates.gates}
+        say = {"say": bar.write} if task in ("prune", "gates") else {}
+        return functions[task](snapshot, progress=progress, **say, **options)
+    finally:
+        bar.close()
 
 
-def icl_result(panel: Panel, reading: Reading) -> dict:
-    """Loss by position beside every line, the ICL score with its windows, and copyable tokens apart."""
-    v, e = reading.values, panel.evaluation
-    lines = {name: line.mean(0).tolist() for name, line in e.lines.items()}
-    return {
-        "sequences": len(e.tokens_RU),
-        "eval_loss": v["eval/loss"],
-        "limits": {k.partition("/")[2]: x for k, x in panel.limits.items() if k.startswith("limit/")},
-        "icl_score": v["icl/score"],
-        "icl_score_se": v["icl/score_se"],
-        "icl_olsson": v.get("icl/olsson"),
-        "icl_positions": icl.windows_text(e.early_RT, e.late_RT),
-        "icl_unigram": panel.limits["icl/unigram"],
-        "icl_bayes": panel.limits.get("icl/bayes"),
-        "parts": {k.partition("/")[2]: x for k, x in v.items() if k.startswith("eval/") and k != "eval/loss"},
-        "loss_by_position": reading.arrays["loss_by_position_T"].tolist(),
-        "lines_by_position": lines,
-    }
+def _remove(snapshot: Snapshot, out, options: dict) -> Result:
+    chosen, path = options.get("heads"), options.get("from_file")
+    if (chosen is None) == (path is None):
+        raise ConfigError("--task=remove takes either --heads=0.1,1.3 or --from=FILE --keep=60%")
+    keep, orders = options.get("keep"), options.get("orders", ())
+    if path is None and (keep is not None or orders):
+        raise ConfigError("--keep and --orders go with --from=FILE, not with --heads")
+    if len(orders) > 1:
+        raise ConfigError(f"--orders={','.join(orders)}: remove follows one order")
+    if path is not None:
+        chosen = remove.from_order(path, orders[0] if orders else None, keep, snapshot.subject)
+    return remove.remove(snapshot, chosen, out, say=print)
 
 
-def draw(run: Run, task: str, reading: Reading, step: int, folder: pathlib.Path) -> pathlib.Path:
-    """The picture of a result."""
-    shown = canvas.Run(run.workdir, run.config, [], {"num_params": transformer.count_params(run.config.model)} | (
-        {"icl_positions": icl.windows_text(run.panel.evaluation.early_RT, run.panel.evaluation.late_RT)}))
-    if task == "heads":
-        figure = plots.heads_figure(shown, step, reading.arrays)
-    else:
-        figure = plots.positions_figure(shown, {step: reading.arrays})
-    return canvas.save(figure, folder / f"{step:06d}.png")
+def _show(snapshot: Snapshot, result: Result, folder, name: str) -> dict:
+    """Writes and prints a result; returns its JSON."""
+    stem = f"{snapshot.step:06d}" + ("_gates" if name == "gates" else "")
+    written = {"task": result.task} | result.facts | {"tables": result.tables}
+    write_json(folder / f"{stem}.json", written)
+    for table, rows in result.tables.items():
+        write_atomically(folder / f"{stem}_{table}.csv", tables.csv_text(rows))
+    pictures = {key: canvas.save(figure, folder / f"{stem}{'_' if key else ''}{key}.png")
+                for key, figure in figures(snapshot, result).items()}  # fmt: skip
+    f = result.facts
+    print(f"{f['run']}, step {f['step']}, checkpoint {f['hash']}")
+    print("\n".join(lines(result)))
+    print(f"written: {folder / stem}.json, {len(result.tables)} table(s) as CSV, {len(pictures)} picture(s)")
+    tracking.send_evaluation(snapshot.run.workdir, snapshot.run.config, name, snapshot.step, pictures)
+    return written
 
 
-def table(run: Run, task: str, result: dict) -> list[str]:
+def figures(snapshot: Snapshot, result: Result) -> dict:
+    """{name: figure} of a result; the name '' is the task's own picture."""
+    if result.task in ("heads", "icl"):
+        shown = canvas.Run(snapshot.run.workdir, snapshot.run.config, [], _summary(snapshot.run))
+        if result.task == "icl":
+            return {"": plots.positions_figure(shown, {snapshot.step: result.arrays})}
+        found = {"": plots.heads_figure(shown, snapshot.step, result.arrays),
+                 "patterns": laboratory.patterns_figure(result)}  # fmt: skip
+        if result.tables["composition"]:
+            found["composition"] = laboratory.composition_figure(result)
+        return found
+    if result.task == "ablate":
+        found = {"": laboratory.ablation_figure(result)}
+        return found | ({"edges": laboratory.edges_figure(result)} if "edges" in result.tables else {})
+    if "front" in result.tables:
+        return {"": laboratory.gates_figure(result)}
+    return {"": laboratory.pruning_figure(result)} if result.task == "prune" else {}
+
+
+def _summary(run: Run) -> dict:
+    """What the run's own pictures say beneath their title."""
+    e = run.panel.evaluation
+    return {"num_params": transformer.count_params(run.config.model),
+            "icl_positions": icl_scores.windows_text(e.early_RT, e.late_RT)}  # fmt: skip
+
+
+def lines(result: Result) -> list[str]:
     """The result for a terminal."""
-    title = f"{run.config.name}, step {result['step']}, checkpoint {result['hash']}"
-    if task == "icl":
-        bayes = "" if result["icl_bayes"] is None else f", Bayes {result['icl_bayes']:+.4f}"
-        return [title, f"eval loss {result['eval_loss']:.4f}; lines: " + ", ".join(
-            f"{k} {x:.4f}" for k, x in result["limits"].items()),
-            f"ICL score {result['icl_score']:+.4f} ± {result['icl_score_se']:.4f} (late minus early, positions "
-            f"{json.dumps(result['icl_positions'])}; in-context unigram "
-            f"{result['icl_unigram']:+.4f}{bayes})"]  # fmt: skip
-    columns = ("induction", *behaviour.HEAD_SCORES)
-    lines = [title, f"induction: prefix matching on {result['induction_probe']}, minimum over periods "
-             f"{result['periods']}", "head    " + "".join(f"{c.replace('_', ' '):>17}" for c in columns)]  # fmt: skip
-    lines.append("chance  " + "".join(f"{result['chance'][c]:>17.3f}" for c in columns))
-    shape = np.shape(result["scores"]["induction"])
-    for layer, head in np.ndindex(shape):
-        row = [result["scores"][c][layer][head] for c in columns]
-        mark = "  induction head" if head_name(layer, head) in result["induction_heads"] else ""
-        lines.append(f"{head_name(layer, head):<8}" + "".join(f"{'gone' if x is None else format(x, '.3f'):>17}"
-                                                              for x in row) + mark)  # fmt: skip
-    return lines
+    f, t = result.facts, result.tables
+    if result.task == "icl":
+        bayes = "" if f["icl_bayes"] is None else f", Bayes {f['icl_bayes']:+.4f}"
+        packing = f", rows {f['packing']}" if f["packing"] else ""
+        return [
+            f"eval loss {f['eval_loss']:.4f}; lines: " + ", ".join(f"{k} {x:.4f}" for k, x in f["limits"].items()),
+            *(f"  {name.replace('_', ' ')}: {loss:.4f}" for name, loss in f["parts"].items()),
+            f"ICL score {f['icl_score']:+.4f} ± {f['icl_score_se']:.4f} (late minus early, positions "
+            f"{json.dumps(f['icl_positions'])}{packing}; in-context unigram {f['icl_unigram']:+.4f}{bayes})",
+        ]
+    if result.task == "heads":
+        chance = {"head": "chance", "reading": ""} | f["chance"]
+        return [
+            f"induction: prefix matching on {f['induction_probe']}, minimum over periods {f['periods']}",
+            *tables.text([chance, *t["heads"]], HEAD_COLUMNS),
+            f"{f['share_without_reading']:.0%} of the heads have no reading; induction heads: "
+            f"{', '.join(f['induction_heads']) or 'none'}; why each: the column `rule` of the CSV",
+        ]
+    if result.task == "ablate":
+        return ["share of the ICL score removed (• late loss above the no-context line: the model is broken)",
+                *tables.text(grid(t["sets"])), *_edge_lines(t)]  # fmt: skip
+    if result.task == "remove":
+        return [f"removed {' '.join(f['removed'])}; masked and removed differ by {f['largest_difference']:.1e} at most",
+                *tables.text(t["before_after"]), f"new run folder: {f['folder']}"]  # fmt: skip
+    return tables.text(t["front" if "front" in t else "removable"])
 
 
-def _jsonable(array):
-    """Nested lists with null for NaN."""
-    if np.ndim(array):
-        return [_jsonable(x) for x in array]
-    return None if np.isnan(array) else float(array)
+def grid(rows: list[dict]) -> list[dict]:
+    """The whole grid as one table: a row a set, a column for each replacement x downstream, and the controls' median
+    of the first way beside it."""
+    found = {}
+    for row in rows:
+        mark = "•" if row["off_distribution"] else ""
+        cells = found.setdefault(row["set"], {"set": row["set"]})
+        cells[f"{row['replacement']} {row['downstream']}"] = f"{row['icl_removed']:.2f}{mark}"
+        if row.get("control_icl_removed") is not None and "controls" not in cells:
+            cells["controls"] = f"{row['control_icl_removed']:.2f} of {row['controls']}"
+    columns = dict.fromkeys(c for cells in found.values() for c in cells)
+    return [{c: cells.get(c, "-") for c in columns} for cells in found.values()]
+
+
+def _edge_lines(t: dict) -> list[str]:
+    if "edges" not in t:
+        return []
+    strongest = sorted(t["edges"], key=lambda r: -abs(r["prefix_matching"] - r["prefix_matching_cut"]))[:8]
+    return ["edges that change prefix matching the most (all of them: the CSV)", *tables.text(strongest)]

@@ -9,13 +9,19 @@ from flax import serialization
 from mha_jax.config import Config
 from mha_jax.model import transformer
 from mha_jax.probes import icl
+from mha_jax.training import clamp as clamps
 from mha_jax.training import optimizer as optimizers
 
 METRICS = ("train/loss", "train/grad_norm", "train/learning_rate", "train/tokens")
 
 
 def loss_sum(graph, params, batch, interventions=None, residual_sharding=None):
-    """Sum over real tokens of the loss, in nats. A sum, so that micro-batches of unequal weight add up exactly."""
+    """Sum over real tokens of the loss, in nats. A sum, so that micro-batches of unequal weight add up exactly.
+
+    interventions: arrays, None, or a function of (tokens, positions, segments) that makes them for these rows.
+    """
+    if callable(interventions):
+        interventions = interventions(batch["inputs_BT"], batch["positions_BT"], batch["segments_BT"])
     logits_BTV, _, _ = transformer.forward(
         graph, params, batch["inputs_BT"], positions_BT=batch["positions_BT"], segments_BT=batch["segments_BT"],
         interventions=interventions, residual_sharding=residual_sharding,
@@ -46,16 +52,18 @@ def mean_loss_and_grads(graph, params, batch, accumulation, interventions=None, 
     return *total, tokens
 
 
-def train_step(config: Config, graph, state, batch, interventions=None, residual_sharding=None):
+def train_step(config: Config, graph, state, batch, clamp=None, residual_sharding=None):
     """One update: (state, metrics as a vector in the order of METRICS).
 
+    clamp: what `clamp.make` gives, or None.
     From the first loss or gradient that is not finite, nothing changes any more and `failed_at` names the step.
     """
     rate = optimizers.learning_rate(config.optimizer, config.steps)
     optimizer = optimizers.make(config.optimizer, config.steps)
     loss, grads, tokens = mean_loss_and_grads(
-        graph, state["params"], batch, config.optimizer.accumulation, interventions, residual_sharding
-    )
+        graph, state["params"], batch, config.optimizer.accumulation,
+        None if clamp is None else functools.partial(clamp, state["step"]), residual_sharding,
+    )  # fmt: skip
     norm = optax.tree.norm(grads)
     moments = serialization.from_state_dict(jax.eval_shape(optimizer.init, state["params"]), state["optimizer"])
     updates, moments = optimizer.update(grads, moments, state["params"])
@@ -73,7 +81,7 @@ def train_step(config: Config, graph, state, batch, interventions=None, residual
     return state_out, jnp.stack([loss, norm, rate(state["step"]), tokens])
 
 
-def train_steps(config: Config, graph, state, batches, count, interventions=None, residual_sharding=None):
+def train_steps(config: Config, graph, state, batches, count, clamp=None, residual_sharding=None):
     """`count` updates, traced, over batches stacked on a leading axis: one executable for every schedule.
 
     Returns (state, metrics [n, len(METRICS)], rows past `count` zero). Bit-equal to single steps.
@@ -83,7 +91,7 @@ def train_steps(config: Config, graph, state, batches, count, interventions=None
     def body(i, carry):
         state, metrics = carry
         batch = jax.tree.map(lambda x: jax.lax.dynamic_index_in_dim(x, i, keepdims=False), batches)
-        state, of_step = train_step(config, graph, state, batch, interventions, residual_sharding)
+        state, of_step = train_step(config, graph, state, batch, clamp, residual_sharding)
         return state, metrics.at[i].set(of_step)
 
     return jax.lax.fori_loop(0, count, body, (state, jnp.zeros((size, len(METRICS)))))
@@ -91,7 +99,8 @@ def train_steps(config: Config, graph, state, batches, count, interventions=None
 
 def compile_train_steps(config: Config, graph, abstract_state, abstract_batches, mesh, residual_sharding):
     """`train_steps` compiled ahead of time for a mesh, the state donated. Call it with (state, batches, count)."""
-    run = functools.partial(train_steps, config, graph, residual_sharding=residual_sharding)
+    run = functools.partial(train_steps, config, graph, clamp=clamps.make(config.interventions, config.model),
+                            residual_sharding=residual_sharding)  # fmt: skip
     with jax.default_matmul_precision(config.model.matmul_precision):
         out = (jax.tree.map(lambda x: x.sharding, abstract_state), None)
         jitted = jax.jit(run, donate_argnums=0, out_shardings=out)

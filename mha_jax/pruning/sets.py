@@ -1,0 +1,88 @@
+"""Which heads are ablated together, by name, and the random sets they are compared with. Host code.
+
+A set is a tuple of (layer, query head) by the original numbers.
+"""
+import dataclasses
+import itertools
+import math
+
+import numpy as np
+
+from mha_jax.probes.subject import Subject
+
+CONTROLS = 200  # random sets a named set is compared with: all there are up to this number
+
+
+@dataclasses.dataclass(frozen=True)
+class Named:
+    """A set and what it is: kind is head, group, layer, only (one head left in its layer) or named."""
+
+    name: str
+    kind: str
+    heads: tuple[tuple[int, int], ...]
+
+
+def single_heads(subject: Subject) -> list[Named]:
+    """Every query head alone."""
+    return [Named(f"L{layer}H{head}", "head", ((layer, head),)) for layer, head in subject.heads]
+
+
+def groups(subject: Subject) -> list[Named]:
+    """Every KV head with all query heads that read it, where that is more than one."""
+    found = {}
+    for layer, head in subject.heads:
+        found.setdefault((layer, head // subject.group), []).append((layer, head))
+    return [Named(f"L{layer}K{k}", "group", tuple(heads)) for (layer, k), heads in found.items() if subject.group > 1]
+
+
+def layers(subject: Subject) -> list[Named]:
+    """All heads of each layer."""
+    return [Named(f"layer {layer}", "layer", tuple(heads)) for layer, heads in by_layer(subject.heads).items()]
+
+
+def all_but_one(subject: Subject) -> list[Named]:
+    """All heads of a layer but one (Michel et al. 2019, table 2), where a layer has several."""
+    return [
+        Named(f"only L{layer}H{head}", "only", tuple(h for h in heads if h != (layer, head)))
+        for layer, heads in by_layer(subject.heads).items() if len(heads) > 1 for _, head in heads
+    ]  # fmt: skip
+
+
+def by_layer(heads) -> dict[int, list[tuple[int, int]]]:
+    """Heads of each layer, layers ascending."""
+    found = {}
+    for layer, head in sorted(heads):
+        found.setdefault(layer, []).append((layer, head))
+    return found
+
+
+def mask(subject: Subject, sets) -> np.ndarray:
+    """bool [S, L, N] of sets of heads."""
+    out_SLN = np.zeros((len(sets), subject.cfg.num_layers, subject.cfg.num_heads), bool)
+    for i, heads in enumerate(sets):
+        for layer, head in heads:
+            out_SLN[i, layer, head] = True
+    return out_SLN
+
+
+def controls(subject: Subject, heads, never, seed: int, most: int = CONTROLS):
+    """(random sets with as many heads in each layer as `heads`, None) or ([], why there are none).
+
+    They hold no head of `heads` and none of `never` (the induction heads). All such sets where there are no more than
+    `most`, else `most` different ones.
+    """
+    choices, count = [], 1
+    for layer, chosen in by_layer(heads).items():
+        spare = [h for h in subject.heads if h[0] == layer and h not in heads and h not in never]
+        if len(spare) < len(chosen):
+            return [], f"layer {layer} has {len(spare)} spare head(s), the set takes {len(chosen)}"
+        choices.append((spare, len(chosen)))
+        count *= math.comb(len(spare), len(chosen))
+    if count <= most:
+        parts = [list(itertools.combinations(spare, n)) for spare, n in choices]
+        return [tuple(itertools.chain(*picked)) for picked in itertools.product(*parts)], None
+    rng, found = np.random.default_rng(seed), set()
+    while len(found) < most:
+        picked = [sorted(rng.choice(len(spare), n, replace=False)) for spare, n in choices]
+        found.add(tuple(spare[i] for (spare, _), index in zip(choices, picked, strict=True) for i in index))
+    return sorted(found), None
