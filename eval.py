@@ -6,8 +6,9 @@ heads    every score of every head, what it is in plain words, circuits, where i
 icl      loss by position and the ICL score beside the in-context unigram's and Bayes's
 ablate   what breaks without a head, a KV group, a layer, a set (--heads=0.1,1.3), or an edge between two heads
          [--replacement=zero,mean,resample,uniform,tie --downstream=live,frozen --rows=N --controls=N --seed=N]
-prune    how many heads can go, by which order [--unit=head|group --orders=example,greedy,... --rows=N --seed=N],
-         [--score_rows=N], or by learned gates [--method=gates --penalties=0.1,1 --gate_steps=N --train_params --noscratch]
+prune    how many heads can go, by which order
+         [--unit=head|group --orders=example,greedy,... --rows=N --score_rows=N --seed=N],
+         or by learned gates [--method=gates --penalties=0.1,1 --gate_steps=N --train_params --noscratch]
 remove   heads physically gone, in a new run folder --out [--heads=0.1,1.3 | --from=FILE --keep=60% --orders=NAME]
 all      all of these but remove
 Results go to WORKDIR/eval/TASK as JSON, CSV and PNG.

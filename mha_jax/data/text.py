@@ -220,9 +220,10 @@ class TextData:
         offsets_D = np.maximum(lengths - size + 1, 0)
         total = int(offsets_D.sum())
         if total < num:
+            kind = "validation" if stream is self.validation else "training"
             raise ConfigError(
-                f"too little text: {num_name} = {num} rows of {size_name} = {size} tokens inside a document; the "
-                f"{'validation' if stream is self.validation else 'training'} documents hold {total}, the longest has {lengths.max()} tokens"
+                f"too little {kind} text: {num_name} = {num} rows of {size_name} = {size} tokens inside a document; "
+                f"the {kind} documents hold {total}, the longest has {lengths.max()} tokens"
             )
         drawn = np.random.default_rng(seed).choice(total, num, replace=False)
         ends_D = np.cumsum(offsets_D)
