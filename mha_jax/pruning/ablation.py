@@ -106,12 +106,12 @@ def _losses(graph, way, start, params, tokens_BU, x_BTD, sets_CLN, value_LBTNH, 
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1, 2))
-def _scores(graph, way, start, params, inputs_BT, x_BTD, sets_CLN):
-    """Prefix matching [C, L - start, N] of all heads under each set; for ways that need no arrays."""
+def _scores(graph, way, start, params, inputs_BT, x_BTD, sets_CLN, value_LBTNH, pattern_LBNTS, uniform_TS):
+    """Prefix matching [C, L - start, N] of all heads under each set."""
     targets_BTS = induction.prefix_targets(inputs_BT)
 
     def of_set(set_LN):
-        change = interventions(way, set_LN, None, None, None)
+        change = interventions(way, set_LN, value_LBTNH, pattern_LBNTS, uniform_TS)
         _, aux, _ = transformer.forward(graph, params, inputs_BT, interventions=change, start=start,
                                         x_BTD=x_BTD if start else None, capture=("pattern",))  # fmt: skip
         return induction.target_mass(aux.pattern_LBNTS, targets_BTS)
@@ -123,7 +123,8 @@ def _scores(graph, way, start, params, inputs_BT, x_BTD, sets_CLN):
 class Sweep:
     """Losses in nats: whole_RT of the whole model, loss_PSRT of every set (P permutations of `resample`, else 1).
 
-    prefix_SQLN: prefix matching of all heads at Q repeat lengths, or None where it was not asked or has no meaning.
+    prefix_SQLN: prefix matching of all heads at Q repeat lengths; None where it was not asked, and under `frozen`,
+    where patterns are held.
     ratio: seconds of the sweep over (number of sets x one evaluation of the whole model), compilation left out; None
     where there were too few rows to tell.
     """
@@ -138,9 +139,9 @@ def sweep(subject: Subject, tokens_RU, sets_SLN, way: Way, *, repeats_QRT=None,
           progress: Callable[[int], None] = lambda evaluations: None) -> Sweep:  # fmt: skip
     """Ablates every set on every row.
 
-    tokens_RU int. repeats_QRT: repeated blocks for the prefix matching of all heads under `zero` x `live`; other
-    replacements have no values there, and under `frozen` the patterns are held. progress is told after each chunk how
-    many rows it evaluated. ValueError for `tie` on a set that is not a single head.
+    tokens_RU int. repeats_QRT: repeated blocks, as long as the rows, for the prefix matching of all heads; `mean` is
+    the same there, `resample` takes z of another of the blocks. progress is told after each chunk how many rows it
+    evaluated. ValueError for `tie` on a set that is not a single head.
     """
     sets_SLN = np.asarray(sets_SLN, bool)
     if way.replacement == "tie" and (sets_SLN.sum((1, 2)) != 1).any():
@@ -172,8 +173,9 @@ def sweep(subject: Subject, tokens_RU, sets_SLN, way: Way, *, repeats_QRT=None,
                     progress(len(real) * len(tokens_BU))
             clock.append(seconds)
         prefix = None
-        if repeats_QRT is not None and (way.replacement, way.downstream) == ("zero", "live"):
-            prefix = np.stack([_prefix(subject, tokens_BT, sets_SLN, way) for tokens_BT in repeats_QRT], axis=1)
+        if repeats_QRT is not None and way.downstream == "live":
+            of_mean = values_PLRTNH if way.replacement == "mean" else None
+            prefix = np.stack([_prefix(subject, tokens_BT, sets_SLN, way, of_mean) for tokens_BT in repeats_QRT], 1)
     whole, sets = np.median(clock[1:], axis=0) if len(clock) > 2 else (0.0, 0.0)
     return Sweep(whole_RT, loss_PSRT, prefix, float(sets / (P * len(sets_SLN) * whole)) if whole else None)
 
@@ -185,15 +187,20 @@ def _timed(seconds: list[float], i: int):
     seconds[i] += time.perf_counter() - begin
 
 
-def _prefix(subject: Subject, tokens_BT, sets_SLN, way: Way):
+def _prefix(subject: Subject, tokens_BT, sets_SLN, way: Way, value_PLRTNH=None):
     """prefix_SLN on one repeat length; below a set's lowest layer the whole model's."""
+    uniform_TS = jnp.asarray(induction.uniform_pattern(tokens_BT.shape[1], subject.cfg.window))
+    if way.replacement == "resample":
+        value_PLRTNH = resampled_values(subject, np.pad(tokens_BT, ((0, 0), (0, 1))), seed=0, permutations=1)
+    value = None if value_PLRTNH is None else jnp.asarray(value_PLRTNH[0])
     tokens_BT = subject.place(tokens_BT)
     aux = _clean(subject.graph, subject.params, tokens_BT, capture=("resid", "pattern"))
     whole_LN = np.array(induction.target_mass(aux.pattern_LBNTS, induction.prefix_targets(tokens_BT)))
     whole_LN[~present(subject)] = np.nan
     out_SLN = np.repeat(whole_LN[None], len(sets_SLN), 0)
     for start, chosen in by_start(sets_SLN, 8):
-        found = _scores(subject.graph, way, start, subject.params, tokens_BT, aux.resid_MBTD[start], sets_SLN[chosen])
+        found = _scores(subject.graph, way, start, subject.params, tokens_BT, aux.resid_MBTD[start], sets_SLN[chosen],
+                        value, aux.pattern_LBNTS if way.needs_pattern else None, uniform_TS)  # fmt: skip
         out_SLN[chosen, start:] = np.asarray(found)
     return out_SLN
 
