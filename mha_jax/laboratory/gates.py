@@ -1,7 +1,7 @@
 """--task=prune --method=gates: hard-concrete gates (Voita et al. 2019) at several penalties, and what they are worth.
 
 Each penalty keeps some heads. Beside the loss of the pruned model stands that of a model with as many heads in the same
-layers trained from scratch on as many tokens: if it is as good, the trained heads were not what mattered.
+layers trained from scratch on as many tokens, with another seed: if it is as good, the trained heads were not what mattered.
 """
 import dataclasses
 import math
@@ -84,7 +84,7 @@ def train_from_scratch(snapshot: Snapshot, kept, steps: int, tokens_RU) -> float
     layers = tuple(tuple(n for layer, n in sorted(kept) if layer == i) for i in range(L))
     name = "_".join(f"{sum(1 << n for n in heads):x}" for heads in layers)  # a bit a head: short and unmistakable
     new = dataclasses.replace(
-        config, name=f"{config.name} from scratch", steps=steps,
+        config, name=f"{config.name} from scratch", steps=steps, seed=config.seed + 1,
         model=dataclasses.replace(config.model, kept_heads=layers),
         probes=dataclasses.replace(config.probes, panel=str(max(steps, 1)), induction_every=max(steps, 1)),
         checkpoint=dataclasses.replace(config.checkpoint, save=str(max(steps, 1)), keep="all"),

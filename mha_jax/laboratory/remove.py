@@ -93,10 +93,12 @@ def from_order(path, order: str | None, keep: str, subject: Subject) -> list[tup
     try:
         table = json.loads(path.read_text())["tables"]["orders"]
         listed = sorted((row["place"], row["order"], row["heads"]) for row in table)
+        if not listed:
+            raise ValueError("it has no order")
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise ConfigError(f"--from={path}: not a result of --task=prune ({folder.first_line(error)})") from None
     names = list(dict.fromkeys(row["order"] for row in table))
-    order = order or next(iter(names), None)
+    order = order or names[0]
     if order not in names:
         raise ConfigError(f"--orders={order}: {path} has {', '.join(names)}")
     text = keep or ""

@@ -13,6 +13,7 @@ from mha_jax.probes.subject import Subject
 from mha_jax.pruning import ablation, sets
 
 POINTS = 21  # of a curve: every 5 % of the units, or every unit where there are fewer
+FIRST = 10  # units that are measured one by one
 ZERO = ablation.Way("zero", "live")
 
 Units = list[tuple[tuple[int, int], ...]]
@@ -109,5 +110,7 @@ def curve(subject: Subject, tokens_RU, order: Units, repeats_QRT=None, chance_Q=
 
 
 def cut_counts(n: int) -> np.ndarray:
-    """The numbers of units at which a curve of n units is measured, 0 and n among them."""
-    return np.unique(np.round(np.linspace(0, n, min(n + 1, POINTS))).astype(int))
+    """The numbers of units at which a curve of n units is measured: 0 and n among them, and each of the first few,
+    for it is there that heads go for next to nothing."""
+    spread = np.round(np.linspace(0, n, min(n + 1, POINTS))).astype(int)
+    return np.unique(np.concatenate([spread, np.arange(min(n, FIRST) + 1)]))

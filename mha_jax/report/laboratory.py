@@ -85,11 +85,11 @@ def pruning_figure(result) -> Figure:
     rows = result.tables["curves"]
     orders = list(dict.fromkeys(r["order"] for r in rows))
     named, drawn = [o for o in orders if "random" not in o], [o for o in orders if "random" in o]
-    figure = Figure(figsize=(10.2, 3.6), dpi=DPI)
+    figure = Figure(figsize=(10.6, 3.6), dpi=DPI)
     axes = figure.subplots(1, 3)
-    figure.subplots_adjust(left=0.06, right=0.985, top=0.78, bottom=0.3, wspace=0.25)
+    figure.subplots_adjust(left=0.06, right=0.985, top=0.78, bottom=0.3, wspace=0.3)
     for ax, key, name in zip(axes, ("loss", "icl", "induction_strength"),
-                             ("loss, nats", "ICL score, nats", "best head's induction strength"),
+                             ("loss, nats", "ICL score, nats", "induction strength"),
                              strict=True):  # fmt: skip
         series = {o: np.array([[r["share_removed"], np.nan if r[key] is None else r[key]] for r in rows
                                if r["order"] == o]).T for o in orders}  # fmt: skip
