@@ -34,6 +34,12 @@ def shown(script):
     return command
 
 
+def shown_eval(task):
+    """The command that the README shows for a task of eval.py."""
+    (command,) = (c for c in SHOWN if c.startswith("python eval.py") and f"--task={task}" in c)
+    return command
+
+
 class Chain:
     """Commands in a home of their own, where runs/ is; their output by the name they were run under."""
 
@@ -58,12 +64,13 @@ def chain(tmp_path_factory):
     """The README from train.py to compare.py on one run of six steps."""
     run = Chain(tmp_path_factory.mktemp("home"))
     train = shown("train.py").replace("NAME", "quickstart").replace("[--config.section.key=value ...]", TINY)
-    heads = shown("eval.py")
+    heads = shown_eval("heads")
     run("train", train)
     run.events = (run.runs / "quickstart" / "metrics.jsonl").read_bytes()
     run("again", train)
     run("heads", heads)
     run("icl", heads.replace("heads", "icl") + " --step=best")
+    run("remove", shown_eval("remove"))
     compare = shown("scripts/compare.py")
     for folder in re.findall(r"runs/(\w+)", compare):
         shutil.copytree(run.runs / "quickstart", run.runs / folder)
@@ -75,8 +82,11 @@ def test_every_command_shown_is_one_that_is_run_here():
     scripts = {c.split()[1] for c in SHOWN if c.startswith("python ")}
     assert scripts == {"train.py", "eval.py", "scripts/compare.py", "scripts/benchmark.py"}
     assert shown("train.py").startswith("python train.py --config=configs/NAME.py --workdir=runs/NAME [")
-    assert shown("eval.py").split()[2:] == ["--workdir=runs/quickstart", "--task=heads"]
-    assert {"icl", "--step=last|best|all|N"} <= set(SPANS)
+    evals = [c.split()[2:] for c in SHOWN if c.startswith("python eval.py")]
+    assert {e[0] for e in evals} == {"--workdir=runs/quickstart"}
+    # ablate and prune take a minute each at this size: tests/laboratory calls them.
+    assert {e[1] for e in evals} == {f"--task={task}" for task in ("heads", "ablate", "prune", "remove")}
+    assert {"--task=icl", "--task=all", "--step=last|best|all|N"} <= set(SPANS)
 
 
 def test_train_makes_what_the_readme_says_comes_out(chain):
@@ -124,6 +134,13 @@ def test_eval_measures_the_run_from_its_folder(chain):
     assert json.loads((folder / "eval" / "icl" / f"{best:06d}.json").read_text())["eval_loss"] == losses[best]
     for path in (f"heads/{6:06d}.png", f"icl/{best:06d}.png"):
         assert (folder / "eval" / path).stat().st_size > 5_000
+
+
+def test_removed_heads_are_a_run_of_their_own(chain):
+    lines = chain.lines("remove")
+    assert lines[1].startswith("removed L0H1 L1H2; masked and removed differ by ")
+    kept = json.loads((chain.runs / "smaller" / "config.json").read_text())["model"]["kept_heads"]
+    assert kept == [[0, 2, 3], [0, 1, 3]]
 
 
 def test_compare_draws_one_figure_and_prints_one_table(chain):
@@ -207,7 +224,7 @@ def test_every_setting_named_exists():
     assert len(named) >= 7 and named <= keys, named - keys
 
 
-@pytest.mark.parametrize("name", ["README.md", "CONTRIBUTING.md", "docs/architecture.md"])
+@pytest.mark.parametrize("name", ["README.md", "CONTRIBUTING.md", "docs/architecture.md", "docs/results.md"])
 def test_every_file_named_exists(name):
     text, rooms = (ROOT / name).read_text(), ("configs", "docs", "mha_jax", "scripts", "tests")
     files = [f"/{p.relative_to(ROOT)}" for p in (*ROOT.glob("*"), *(p for r in rooms for p in (ROOT / r).rglob("*")))]
