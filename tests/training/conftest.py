@@ -29,7 +29,8 @@ def shared_programs(monkeypatch):
 
     def compile_once(cfg, graph, abstract_state, batches, mesh, residual):
         return once(lambda: compile_step(cfg, graph, abstract_state, batches, mesh, residual),
-                    "step", cfg.model, cfg.data, cfg.optimizer, cfg.steps, cfg.steps_per_call, mesh)  # fmt: skip
+                    "step", cfg.model, cfg.data, cfg.optimizer, cfg.interventions, cfg.steps, cfg.steps_per_call,
+                    mesh)  # fmt: skip
 
     def panel(cfg, source, mesh):
         key = (cfg.model, cfg.data, cfg.probes.rows, cfg.probes.repeats, cfg.probes.periods, mesh)
