@@ -1,7 +1,7 @@
 """--task=prune --method=gates: hard-concrete gates (Voita et al. 2019) at several penalties, and what they are worth.
 
-Each penalty keeps some heads. Beside the loss of the pruned model stands that of a model with as many heads in the same
-layers trained from scratch on as many tokens, with another seed: if it is as good, the trained heads were not what mattered.
+Each penalty keeps some heads. Beside the loss of the pruned model stands that of a model with the same heads, trained
+from scratch on as many tokens under another seed: if it is as good, the trained heads were not what mattered.
 """
 import dataclasses
 import math
