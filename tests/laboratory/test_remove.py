@@ -219,7 +219,7 @@ def test_what_evaluation_passes_on(monkeypatch, file):
         ({"heads": [(0, 1)], "from_file": "x"}, "takes either"),
         ({"heads": [(0, 1)], "keep": "60%"}, "--keep and --orders go with --from=FILE"),
         ({"heads": [(0, 1)], "orders": ("greedy",)}, "--keep and --orders go with --from=FILE"),
-        ({"from_file": str(file), "keep": "5", "orders": ("greedy", "single")}, "--orders=greedy,single: remove takes"),
+        ({"from_file": str(file), "keep": "5", "orders": ("greedy", "single")}, "--orders=greedy,single: remove foll"),
     ):
         with pytest.raises(ConfigError, match=message):
             go(snapshot, None, options)
