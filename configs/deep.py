@@ -1,8 +1,9 @@
 """Eight layers of eight heads on Python's own standard library: enough heads to ask how many of them can go.
 
 Command make run CONFIG=configs/deep.py, then python eval.py --workdir=runs/deep --task=prune (docs/results.md)
-Time    not measured
-Expect  not measured
+Time    15 min on two CPU cores with other work beside it
+Expect  evaluation loss 2.705 (smoothed bigram line 3.573), ICL score -0.08
+        (in-context unigram -0.90); L6H7 prefix matching 0.10 (chance 0.03), strength 0.5 not reached
 """
 from configs import stdlib
 
