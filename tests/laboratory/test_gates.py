@@ -47,7 +47,8 @@ def test_the_same_heads_from_scratch_are_a_run_made_once(front, monkeypatch):
     (folder,) = (small.run().workdir / "eval" / "prune" / "scratch").iterdir()
     own, made = read_config(small.run().workdir), read_config(folder)
     assert made.model.kept_heads == tuple(tuple(n for i, n in kept if i == layer) for layer in range(2))
-    assert (made.steps, made.seed, made.data, made.optimizer) == (own.steps, own.seed, own.data, own.optimizer)
+    assert (made.steps, made.data, made.optimizer) == (own.steps, own.data, own.optimizer)
+    assert made.seed != own.seed, "other parameters to start from, and other rows"
     summary = json.loads((folder / "summary.json").read_text())
     assert summary["tokens"] == small.snapshot().meta["tokens"]
     assert row["from_scratch_loss"] == pytest.approx(summary["final_eval_loss"], abs=1e-6)

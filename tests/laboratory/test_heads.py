@@ -78,7 +78,10 @@ def test_random_heads_are_shown_beside_the_best(found, table):
     _, layers, _ = oracle.forward(small.run().config.model, small.snapshot().params, tokens_T)
     for i, (layer, head) in enumerate(shown):
         np.testing.assert_allclose(pattern_STT[i], layers[layer]["pattern"][0, head], atol=1e-5)
-    assert found.arrays["weighted_STT"].shape == pattern_STT.shape
+        # Two query heads read one KV head.
+        size_S = np.linalg.norm(layers[layer]["v"][0, :, head // 2], axis=-1)
+        weighted_TT = layers[layer]["pattern"][0, head] * size_S / size_S.mean()
+        np.testing.assert_allclose(found.arrays["weighted_STT"][i], weighted_TT, atol=1e-5)
 
 
 def test_what_has_no_reading_is_counted(found, table):
@@ -96,4 +99,19 @@ def test_before_and_after_only_where_there_was_a_formation(found, table, monkeyp
     start, end = (small.snapshot(s).reading.arrays["loss_by_position_T"] for s in (small.HALF, small.STEPS))
     along_T = (end - start) / np.sqrt(((end - start) ** 2).sum())
     np.testing.assert_allclose(got_LN, (frozen_LNT - end) @ along_T, rtol=1e-9)
-    np.testing.assert_allclose(frozen_LNT[1, 2], small.loss_without([(1, 2)]).mean(0), atol=1e-4)
+    np.testing.assert_allclose(frozen_LNT[1, 2], small.loss_without([(1, 2)]).mean(0), atol=1e-5)
+    np.testing.assert_allclose(frozen_LNT[0, 1], loss_with_patterns_held(1).mean(0), atol=1e-5)
+    assert np.abs(frozen_LNT[0, 1] - small.loss_without([(0, 1)]).mean(0)).max() > 1e-3
+
+
+def loss_with_patterns_held(head):
+    """loss_RT without a head of layer 0, while layer 1 looks where it looked: its values alone are those without."""
+    rows, params = small.snapshot().panel.evaluation.tokens_RU, jax.device_get(small.snapshot().params)
+    cfg, block = small.run().config.model, params["layers"]["layer_01"]
+    _, layers, residuals = oracle.forward(cfg, params, rows[:, :-1])
+    kernel_HD = params["layers"]["layer_00"]["attention"]["wo_NHD"][head]
+    x = residuals[1] - layers[0]["z"][:, :, head] @ kernel_HD
+    v = np.einsum("btd,dkh->btkh", oracle.norm(cfg, block["attention_norm"], x), block["attention"]["wv_DKH"])
+    z = np.einsum("bnts,bsnh->btnh", layers[1]["pattern"], v.repeat(2, axis=2))
+    x = x + np.einsum("btnh,nhd->btd", z, block["attention"]["wo_NHD"])
+    return small.token_loss(oracle.norm(cfg, params["final_norm"], x) @ params["unembed_DV"], rows[:, 1:])

@@ -68,6 +68,7 @@ def test_the_folder_says_where_it_comes_from(removed, opened):
                       "hash": small.snapshot(small.HALF).meta["hash"]}  # fmt: skip
     assert opened.step == small.HALF and opened.meta["tokens"] == small.HALF * 8 * 32
     assert read_config(folder).model.kept_heads == ((2, 3), (0, 1, 2))
+    assert opened.meta["config"] == json.loads((folder / "config.json").read_text())
     assert found.facts["hash"] == origin["hash"] and found.facts["folder"] == str(folder)
 
 
