@@ -111,6 +111,19 @@ def test_all_again_somewhere_else_is_the_same(everything, tmp_path):
             assert path(task, suffix, tmp_path).read_bytes() == path(task, suffix).read_bytes(), (task, suffix)
 
 
+def test_another_process_finds_the_same_numbers(tmp_path):
+    command = [sys.executable, str(ROOT / "eval.py"), f"--workdir={small.run().workdir}", "--task=ablate", "--rows=8",
+               "--replacement=zero", "--downstream=live", f"--out={tmp_path}/there"]  # fmt: skip
+    done = subprocess.run(command, cwd=tmp_path, env=environment(tmp_path), capture_output=True, text=True, timeout=180)
+    assert done.returncode == 0, done.stderr
+    _, printed = evaluate(small.run().workdir, "ablate", "last", tmp_path / "here", rows=8, replacements=("zero",),
+                          downstream=("live",))  # fmt: skip
+    for suffix in (".json", "_sets.csv", "_edges.csv"):
+        there, here = ((tmp_path / name / f"000030{suffix}").read_bytes() for name in ("there", "here"))
+        assert there == here, suffix
+    assert done.stdout.replace("/there/", "/here/") == printed
+
+
 def test_fc_18_a_folder_with_a_config_and_a_checkpoint_is_enough(everything, tmp_path):
     shutil.copy(small.run().workdir / "config.json", tmp_path)
     shutil.copytree(small.run().workdir / "checkpoints" / str(small.STEPS), tmp_path / "checkpoints" / str(small.STEPS))

@@ -1,4 +1,5 @@
 """Heads gone for good: the new folder is a run like any other, by the original numbers, and computes the same."""
+import dataclasses
 import json
 import sys
 
@@ -11,12 +12,15 @@ from ml_collections import config_flags
 from mha_jax.config import ConfigError
 from mha_jax.laboratory import icl, prune, remove
 from mha_jax.model.interventions import ablate
+from mha_jax.model.surgery import remove_heads
+from mha_jax.probes.subject import Subject
 from mha_jax.report import evaluation
 from mha_jax.run import load
 from mha_jax.training.folder import read_config
 from mha_jax.training.tracking import read_metrics
 from mha_jax.validation import resolve
 from tests.laboratory import small
+from tests.model import oracle
 
 GONE = [(1, 3), (0, 0), (0, 1)]  # a whole KV group of layer 0 and one head of layer 1
 
@@ -44,6 +48,20 @@ def test_masked_and_removed_agree(removed, opened):
     assert opened.reading.values["eval/loss"] == pytest.approx(f["loss_removed"], rel=1e-6)
     whole = before.reading.values["eval/loss"]
     assert abs(f["loss_removed"] - whole) > 1e-4
+
+
+@pytest.mark.parametrize(("K", "gone"), [(1, [(0, n) for n in range(4)]), (4, [(0, 2), (1, 0), (1, 3)])])
+def test_masked_and_removed_agree_in_mqa_and_mha(K, gone):
+    """Also where a layer loses all its heads."""
+    cfg = dataclasses.replace(small.run().config.model, num_kv_heads=K)
+    params = jax.tree.map(jax.numpy.asarray, oracle.random_params(cfg, K))
+    before = dataclasses.replace(small.snapshot(), subject=Subject(cfg, params, small.run().mesh))
+    params, cfg = remove_heads(params, cfg, gone)
+    found = remove.compare(before, Subject(cfg, params, small.run().mesh), gone)
+    assert found["largest_difference"] < 1e-5 * found["loss_masked"] and len(found["seconds"]) == 2
+    whole = small.token_loss(np.asarray(before.forward(small.snapshot().panel.evaluation.tokens_RU[:, :-1])[0]),
+                             small.snapshot().panel.evaluation.tokens_RU[:, 1:])  # fmt: skip
+    assert abs(whole.mean() - found["loss_removed"]) > 0.01
 
 
 def test_what_is_left_is_counted(removed, opened):
