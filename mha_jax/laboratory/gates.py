@@ -84,7 +84,7 @@ def train_from_scratch(snapshot: Snapshot, kept, steps: int, tokens_RU) -> float
     layers = tuple(tuple(n for layer, n in sorted(kept) if layer == i) for i in range(L))
     name = "_".join(f"{sum(1 << n for n in heads):x}" for heads in layers)  # a bit a head: short and unmistakable
     new = dataclasses.replace(
-        config, name=f"{config.name} from scratch", steps=steps, seed=config.seed + 1,
+        config, name=f"{config.name} from scratch", steps=steps, seed=config.seed ^ 1,
         model=dataclasses.replace(config.model, kept_heads=layers),
         probes=dataclasses.replace(config.probes, panel=str(max(steps, 1)), induction_every=max(steps, 1)),
         checkpoint=dataclasses.replace(config.checkpoint, save=str(max(steps, 1)), keep="all"),

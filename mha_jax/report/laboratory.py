@@ -23,7 +23,7 @@ def ablation_figure(result) -> Figure:
     ways = list(dict.fromkeys((r["replacement"], r["downstream"]) for r in rows))
     at = {(r["set"], r["replacement"], r["downstream"]): r for r in rows}
     height = 1.5 + 0.19 * len(names)
-    figure = Figure(figsize=(1.5 + 2 * (0.45 * len(ways) + 0.4), height), dpi=DPI)
+    figure = Figure(figsize=(1.5 + 2 * max(0.45 * len(ways) + 0.4, 2.2), height), dpi=DPI)  # the names above need it
     axes = figure.subplots(1, 2, sharey=True)
     figure.subplots_adjust(left=1.45 / figure.get_figwidth(), right=0.98, top=1 - 1.1 / height, bottom=0.08 / height,
                            wspace=0.05)  # fmt: skip
