@@ -83,10 +83,16 @@ class Cuts:
 
 
 def cut_edges(subject: Subject, tokens_RU, edges: list[Edge], repeats_QRT, progress=lambda done: None) -> Cuts:
-    """Cuts each edge alone. tokens_RU: rows of U = T + 1 tokens. ValueError for an edge that does not go upwards."""
+    """Cuts each edge alone. tokens_RU: rows of U = T + 1 tokens. ValueError for an edge that does not go upwards, into
+    no input there is, or between heads that do not exist."""
     for edge in edges:
+        for head in (edge.source, edge.target):
+            if head not in subject.heads:
+                raise ValueError(f"{edge}: head {head} is not in this model")
         if edge.source[0] >= edge.target[0]:
             raise ValueError(f"{edge}: the source must lie in a lower layer than the target")
+        if edge.into not in INPUTS:
+            raise ValueError(f"{edge}: into {edge.into!r}: allowed are {', '.join(INPUTS)}")
     loss_ERT = np.empty((len(edges), len(tokens_RU), tokens_RU.shape[1] - 1), np.float32)
     whole_RT = np.empty(loss_ERT.shape[1:], np.float32)
     for rows in subject.chunks(len(tokens_RU)):
