@@ -45,3 +45,13 @@ def test_rows_in_chunks_that_divide_over_the_devices(devices):
     chunks = s.chunks(80)
     assert [(c.start, c.stop) for c in chunks] == [(0, 32), (32, 64), (64, 80)]
     assert s.place(np.zeros((32, 3), np.int32)).sharding.num_devices == devices
+
+
+def test_a_chunk_that_does_not_divide_lies_on_every_device():
+    s = subject(3)
+    assert [(c.start, c.stop) for c in s.chunks(61)] == [(0, 30), (30, 60), (60, 61)]
+    placed = [s.place(np.arange(2 * R).reshape(R, 2)) for R in (30, 1)]
+    assert [x.sharding.is_fully_replicated for x in placed] == [False, True]
+    assert {shard.data.shape for shard in placed[0].addressable_shards} == {(10, 2)}
+    np.testing.assert_array_equal(placed[0], np.arange(60).reshape(30, 2))
+    assert s.residual_sharding(30) is not None and s.residual_sharding(1) is None

@@ -19,9 +19,9 @@ WAYS = list(itertools.product(ablation.REPLACEMENTS, ablation.DOWNSTREAM))
 L, N, T = 3, 4, 6
 
 
-def subject(K=4, **fields):
+def subject(K=4, devices=1, **fields):
     cfg = oracle.model_config(**dict(num_layers=L, d_model=16, num_heads=N, num_kv_heads=K, bias=True) | fields)
-    mesh = Mesh(np.array(jax.devices()[:1]).reshape(1, 1, 1), ("data", "fsdp", "tensor"),
+    mesh = Mesh(np.array(jax.devices()[:devices]).reshape(devices, 1, 1), ("data", "fsdp", "tensor"),
                 axis_types=(AxisType.Auto,) * 3)  # fmt: skip
     return Subject(cfg, oracle.random_params(cfg, 0), mesh)
 
@@ -41,6 +41,8 @@ def changed(s, tokens_RU, heads, how, what, value=None):
     places = np.broadcast_to(np.arange(T), (len(tokens_RU), T))
     whole = oracle.forward(cfg, s.params, tokens_RU[:, :-1])[1]
     x = params["embed_VD"][tokens_RU[:, :-1]]
+    if cfg.positions == "learned":
+        x = x + params["positions_PD"][places]
     for layer in range(cfg.num_layers):
         p = params["layers"][transformer.layer_key(layer)]
         normed = oracle.norm(cfg, p["attention_norm"], x)
@@ -48,7 +50,8 @@ def changed(s, tokens_RU, heads, how, what, value=None):
         here = [n for i, n in heads if i == layer]
         pattern = (whole if what == "frozen" else {layer: found})[layer]["pattern"].copy()
         if how == "uniform":
-            pattern[:, here] = oracle.seen(T) / oracle.seen(T).sum(-1, keepdims=True)
+            seen_TS = oracle.seen(T, None, cfg.window)
+            pattern[:, here] = seen_TS / seen_TS.sum(-1, keepdims=True)
         if how == "tie" and here:
             pattern[:] = pattern[:, here]
         v = np.repeat(found["v"], cfg.num_heads // cfg.num_kv_heads, axis=2)
@@ -56,6 +59,8 @@ def changed(s, tokens_RU, heads, how, what, value=None):
         for n in here if how in ("zero", "mean", "resample") else ():
             z[:, :, n] = 0 if how == "zero" else value[layer][:, :, n]
         x = x + z.reshape(*x.shape[:2], -1) @ p["attention"]["wo_NHD"].reshape(-1, cfg.d_model) + p["attention"]["bo_D"]
+        if cfg.mlp != "none":
+            x = x + oracle.mlp(cfg, p["mlp"], oracle.norm(cfg, p["mlp_norm"], x))
     return token_loss(oracle.norm(cfg, params["final_norm"], x) @ params["unembed_DV"], tokens_RU[:, 1:])
 
 
@@ -84,6 +89,57 @@ def test_every_way_is_what_numpy_makes_of_it(K, way):
             wanted = changed(s, tokens, heads, *way, value)
             np.testing.assert_allclose(found.loss_PSRT[p, i], wanted, atol=3e-5, err_msg=f"{heads} {p}")
             assert np.abs(wanted - found.whole_RT).max() > 1e-3, "every ablation changes something"
+
+
+@pytest.mark.parametrize("way", [("zero", "frozen"), ("uniform", "live"), ("tie", "live")])
+def test_learned_positions_an_mlp_a_window_and_sinks(way):
+    """A set above layer 0 enters with positions already in its residual stream, and evenly is over what may be seen."""
+    s = subject(2, num_layers=2, positions="learned", mlp="gelu", window=3, sink=True)
+    tokens, chosen = rows(s), [((0, 1),), ((1, 2),)]
+    found = ablation.sweep(s, tokens, sets.mask(s, chosen), ablation.Way(*way))
+    for i, heads in enumerate(chosen):
+        wanted = changed(s, tokens, heads, *way)
+        np.testing.assert_allclose(found.loss_PSRT[0, i], wanted, atol=3e-5)
+        assert np.abs(wanted - found.whole_RT).max() > 1e-3
+
+
+def test_frozen_zero_takes_away_the_paths_through_the_head():
+    """With patterns held and no norm the logits are a sum over paths; those through the head are the difference."""
+    s = subject(2, num_layers=2, norm="none", bias=False)
+    tokens = rows(s)
+    params = jax.tree.map(lambda x: np.asarray(x, np.float64), s.params)
+    layers = [params["layers"][f"layer_0{i}"]["attention"] for i in range(2)]
+    pattern = [f["pattern"] for f in oracle.forward(s.cfg, s.params, tokens[:, :-1])[1]]
+
+    def through(x, layer, n):
+        return pattern[layer][:, n] @ x @ layers[layer]["wv_DKH"][:, n // 2] @ layers[layer]["wo_NHD"][n]
+
+    embedded = params["embed_VD"][tokens[:, :-1]]
+    one = {(i, n): through(embedded, i, n) for i in range(2) for n in range(N)}
+    two = {(n, m): through(one[0, n], 1, m) for n in range(N) for m in range(N)}
+    total = embedded + sum(one.values()) + sum(two.values())
+    gone = {(0, 1): one[0, 1] + sum(two[1, m] for m in range(N)), (1, 3): one[1, 3] + sum(two[n, 3] for n in range(N))}
+    found = ablation.sweep(s, tokens, sets.mask(s, [(h,) for h in gone]), ablation.Way("zero", "frozen"))
+    for i, paths in enumerate(gone.values()):
+        wanted = token_loss((total - paths) @ params["unembed_DV"], tokens[:, 1:])
+        np.testing.assert_allclose(found.loss_PSRT[0, i], wanted, atol=3e-5)
+
+
+@pytest.mark.parametrize("how", ["mean", "resample"])
+def test_rows_in_chunks_over_devices_are_the_rows_at_once(how, monkeypatch):
+    """Five rows: two chunks over two devices and one row left over, which lies on both."""
+    s, tokens = subject(2, num_layers=2), rows(subject(2), 1, 5)
+    values = {"mean": ablation.mean_values, "resample": lambda s, t: ablation.resampled_values(s, t, 0, 2)}[how]
+    at_once, chosen = values(s, tokens), sets.mask(s, [((0, 1),)])
+    wanted = ablation.sweep(s, tokens, chosen, ablation.Way(how, "live", at_once))
+    monkeypatch.setattr("mha_jax.probes.subject.ROWS", 2)
+    two, done = subject(2, 2, num_layers=2), []
+    in_chunks = values(two, tokens)
+    np.testing.assert_allclose(in_chunks, at_once, atol=1e-5)
+    found = ablation.sweep(two, tokens, chosen, ablation.Way(how, "live", in_chunks), progress=done.append)
+    np.testing.assert_allclose(found.whole_RT, wanted.whole_RT, atol=1e-5)
+    np.testing.assert_allclose(found.loss_PSRT, wanted.loss_PSRT, atol=2e-5)
+    assert done == [rows for rows in (2, 2, 1) for _ in range(len(at_once))]
 
 
 def test_no_head_is_no_change_and_live_is_frozen_in_the_last_layer():

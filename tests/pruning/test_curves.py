@@ -1,9 +1,9 @@
 """Orders of removal and their curves, against brute force."""
-import itertools
-
 import numpy as np
 import pytest
 
+from mha_jax.model.interventions import ablate
+from mha_jax.probes import induction
 from mha_jax.pruning import ablation, curves, sets
 from tests.pruning.test_ablation import rows, subject
 
@@ -49,7 +49,7 @@ def test_greedy_and_single_orders_by_brute_force(unit):
     tokens, gone = rows(s), ()
     alone = losses(s, tokens, curves.units(s, unit))
     assert curves.by_single_loss(s, tokens, unit) == [curves.units(s, unit)[i] for i in np.argsort(alone)]
-    for picked in itertools.islice(curves.greedy(s, tokens, unit), 3):
+    for picked in curves.greedy(s, tokens, unit):
         left = [u for u in curves.units(s, unit) if not set(u) <= set(gone)]
         assert picked == left[int(losses(s, tokens, [gone + u for u in left]).argmin())]
         gone += picked
@@ -65,6 +65,19 @@ def test_a_curve_goes_from_the_whole_model_to_none_of_its_heads():
     assert found.loss_C[-1] == pytest.approx(losses(s, tokens, [tuple(s.heads)])[0])
     assert np.isnan(found.strength_C[-1]) and np.isfinite(found.strength_C[:-1]).all()
     assert found.loss_C[3] == pytest.approx(losses(s, tokens, [((2, 3), (2, 2), (2, 1))])[0])
+
+
+def test_strength_on_the_way_is_the_best_of_the_heads_that_are_left():
+    """From the patterns of a forward pass without the first heads of the order."""
+    s = subject(2)
+    blocks, order = np.tile(rows(s, 5, 2)[:, :3], (1, 2)), [((0, 1),), ((2, 3),), ((1, 0),)]
+    found = curves.curve(s, rows(s), order, blocks[None], np.array([0.1]))
+    for count, strength in enumerate(found.strength_C):
+        gone = {h for heads in order[:count] for h in heads}
+        cut = s.forward(blocks, capture=("pattern",), interventions=ablate(3, 4, gone))[1].pattern_LBNTS
+        score_LN = np.asarray(induction.target_mass(cut, induction.prefix_targets(blocks)))
+        best = max(score_LN[h] for h in s.heads if h not in gone)
+        assert strength == pytest.approx((best - 0.1) / 0.9, abs=1e-5)
 
 
 def test_removable_is_what_goes_before_the_loss_first_rises():

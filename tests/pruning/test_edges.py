@@ -84,8 +84,8 @@ def test_a_cut_is_what_numpy_makes_of_it(name):
     np.testing.assert_allclose(cuts.whole_RT, ablation.whole_losses(s, tokens), atol=1e-5)
     for e, edge in enumerate(found):
         wanted = token_loss(numpy_cut(s, tokens[:, :-1], edge)[0], tokens[:, 1:])
-        np.testing.assert_allclose(cuts.loss_ERT[e], wanted, atol=3e-5, err_msg=str(edge))
-        assert np.abs(wanted - cuts.whole_RT).max() > 2e-5, edge
+        effect = np.abs(wanted - cuts.whole_RT).max()
+        assert np.abs(cuts.loss_ERT[e] - wanted).max() < min(3e-5, effect / 4), (edge, effect)
         for q, tokens_BT in enumerate(repeats):
             for scores, cut in ((cuts.prefix_EQ, edge), (cuts.whole_EQ, None)):
                 wanted = prefix_matching(tokens_BT, numpy_cut(s, tokens_BT, cut, edge.target)[1])

@@ -50,3 +50,24 @@ def test_intervals_are_those_of_a_plain_bootstrap_loop():
     np.testing.assert_allclose(found.change_S2[0], np.quantile(change, [0.025, 0.975]), rtol=1e-9)
     np.testing.assert_allclose(found.icl_removed_S2[0], np.quantile(removed, [0.025, 0.975]), rtol=1e-9)
     assert found.change_S2[0, 0] < found.change_S[0] < found.change_S2[0, 1]
+
+
+def test_more_rows_say_more():
+    """Sixteen times the rows, drawn alike: a quarter of the width, and the estimate inside."""
+    rng, width = np.random.default_rng(2), []
+    for R in (25, 400):
+        early, late = (np.tile(w[0], (R, 1)) for w in (EARLY, LATE))
+        whole = rng.uniform(1, 3, (R, 4)).astype(np.float32) + 3 * early
+        cut = whole + rng.uniform(0, 2, (2, R, 4)).astype(np.float32)
+        found = effects(whole, cut[None], early, late, np.full((R, 4), 3.0))
+        for value_S, interval_S2 in ((found.change_S, found.change_S2), (found.icl_removed_S, found.icl_removed_S2)):
+            assert (interval_S2[:, 0] < value_S).all() and (value_S < interval_S2[:, 1]).all()
+            width.append(interval_S2[:, 1] - interval_S2[:, 0])
+    ratio = np.array(width[2:]) / np.array(width[:2])
+    assert ratio.min() > 0.15 and ratio.max() < 0.4
+
+
+def test_a_model_without_icl_has_no_share_to_lose():
+    flat = np.ones((4, 4), np.float32)
+    found = effects(flat, flat[None, None] + 1, EARLY, LATE, LINE)
+    assert found.change_S[0] == pytest.approx(1) and found.icl_S[0] == 0 and np.isnan(found.icl_removed_S[0])

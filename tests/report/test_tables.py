@@ -1,4 +1,6 @@
 """Tables for people and as CSV."""
+import numpy as np
+
 from mha_jax.report import tables
 
 ROWS = [{"head": "L0H0", "score": 0.25, "n": 3, "broken": True},
@@ -14,3 +16,9 @@ def test_csv_has_every_column_and_keeps_the_digits():
     rows = [*ROWS, {"head": "L1H1", "score": float("nan"), "n": 1 / 3}]
     assert tables.csv_text(rows).splitlines() == [
         "head,score,n,broken,more", "L0H0,0.25,3,True,", 'L10H2,,12,,"x,y"', f"L1H1,,{1 / 3},,"]  # fmt: skip
+
+
+def test_numbers_of_numpy_are_numbers():
+    row = {"share_removed": np.float32(0.5), "n": np.int64(7), "off": np.bool_(False), "none": np.float64("nan")}
+    assert tables.text([row]) == ["share removed  n  off  none", "        0.500  7   no     -"]
+    assert tables.csv_text([row]).splitlines() == ["share_removed,n,off,none", "0.5,7,False,"]
