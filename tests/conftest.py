@@ -10,8 +10,6 @@ os.environ.setdefault("JAX_PLATFORMS", "cpu")
 os.environ["MPLBACKEND"] = "Agg"
 os.environ["WANDB_MODE"] = "disabled"
 os.environ.pop("JAX_COMPILATION_CACHE_DIR", None)
-# Half the time of a test is compiling; without these emitters it is shorter, and the numbers are the same to rounding.
-os.environ["XLA_FLAGS"] = (os.environ.get("XLA_FLAGS", "") + " --xla_cpu_use_fusion_emitters=false").strip()
 
 import jax
 import pytest
