@@ -48,7 +48,7 @@ def test_every_cell_runs(monkeypatch, capsys):
         exec(text.replace(RUN, repr(str(small.run().workdir))), names)
     printed = capsys.readouterr().out
     assert "step 30: loss " in printed and "strongest head L" in printed and "induction heads: []" in printed
-    assert "previous-token heads" in printed
+    assert "previous-token head" in printed
     assert len(plt.get_fignums()) == 2 and names["logits_BTV"].shape == (1, 32, 32)
     assert abs(names["without_T"] - names["whole_T"]).max() > 1e-3
     found = [r for r in names["result"].tables["sets"] if r["kind"] == "head"]

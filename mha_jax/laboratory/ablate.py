@@ -68,8 +68,12 @@ def ablate(snapshot: Snapshot, *, heads=None, replacements=ablation.REPLACEMENTS
                     of_set, reason = matched[n]
                     row |= _controls(cost, [place[s] for s in of_set], reason)
                 table.append(row)
+    score, error = (snapshot.reading.values[k] for k in ("icl/score", "icl/score_se"))
     facts = provenance(snapshot) | {
         "sequences": len(tokens_RU),
+        "edge_sequences": snapshot.run.config.probes.rows,
+        "icl_warning": None if score < -2 * error else
+        f"the whole model's ICL score, {score:+.3f} ± {error:.3f}, is no more than noise: shares of it say nothing",
         "icl_score": snapshot.reading.values["icl/score"],
         "no_context_line": no_context_line(snapshot.panel.evaluation)[0],
         "mean": f"over {CALIBRATION} sequences that are not evaluated, per head and position",
@@ -123,10 +127,11 @@ def special_heads(snapshot: Snapshot) -> dict[str, list[tuple[int, int]]]:
     inducing = panel.induction_heads(arrays)
     strength_LN = induction.strength(arrays["previous_token_LN"], panel.chances["previous_token"])
     previous = [h for h in present if strength_LN[h] >= PREVIOUS_TOKEN]
+    some = "previous-token heads" if previous else "best previous-token head"
     return {
         "induction heads": inducing,
         "all other heads": [h for h in present if h not in inducing] if inducing else [],
-        "previous-token heads": previous or [induction.best_head(strength_LN)],
+        some: previous or [induction.best_head(strength_LN)],
     }
 
 

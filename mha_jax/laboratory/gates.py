@@ -43,8 +43,10 @@ def gates(snapshot: Snapshot, *, penalties=PENALTIES, gate_steps: int = STEPS, t
         stacked = source.batches(config.steps + step, 1)  # rows that come after those of the run
         return {k: None if v is None else v[0] for k, v in stacked.items()}
 
-    final = dataclasses.replace(config.optimizer, schedule="constant", warmup_steps=0,
-                                learning_rate=config.optimizer.end_learning_rate)  # fmt: skip
+    last = float(optimizer.learning_rate(config.optimizer, config.steps)(config.steps))
+    if train_params and not last:
+        raise ConfigError("--train_params: the run's last learning rate is 0, at which nothing would be learnt")
+    final = dataclasses.replace(config.optimizer, schedule="constant", warmup_steps=0, learning_rate=last)
     of_params = optimizer.make(final, gate_steps) if train_params else None
     total = len(penalties) * gate_steps
     points = hard_concrete.front(subject, batch, penalties, steps=gate_steps, learning_rate=LEARNING_RATE, seed=seed,
@@ -69,7 +71,7 @@ def gates(snapshot: Snapshot, *, penalties=PENALTIES, gate_steps: int = STEPS, t
         "method": "gates", "train_params": train_params, "gate_steps": gate_steps, "gate_learning_rate": LEARNING_RATE,
         "sequences": len(tokens_RU), "seed": seed, "survives": "gate without noise above 0.5",
         "objective": "mean loss in nats + penalty x sum of P(open)",
-        "from_scratch": f"the same heads of the same layers, new parameters, {snapshot.step} steps"
+        "from_scratch": f"the same heads of the same layers, seed {config.seed ^ 1}, {snapshot.step} steps"
                         + (f" + {gate_steps}" if train_params else ""),
     }  # fmt: skip
     return Result("prune", facts, {"front": table}, {

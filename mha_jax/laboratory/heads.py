@@ -51,6 +51,7 @@ def heads(snapshot: Snapshot, seed: int = 0, progress=lambda done, total: None) 
         "induction_probe": panel.source.induction_probe,
         "induction_ceiling": panel.ceiling,
         "periods": periods,
+        "composition_offsets": list(offsets),
         "formed_at_strength": FORMED,
         "induction_heads": [head_name(*h) for h in panel.induction_heads(arrays)],
         "chance": known | chance,

@@ -38,7 +38,7 @@ MEANING = {
     "batch": "absolute value of the batch mean, l2-normalised in each layer, scored once",
     "single": "measured change of loss with the unit alone gone",
     "greedy": "each time the unit whose going costs the least, given what has gone",
-    "magnitude": "norm of the unit's kernels",
+    "magnitude": "Frobenius norm of diag(norm gain) W_V W_O",
     "random": f"{RANDOM} random orders; the band is their range",
 }
 ORDERS = tuple(MEANING)

@@ -198,10 +198,12 @@ def _prefix(subject: Subject, tokens_BT, sets_SLN, way: Way, value_PLRTNH=None):
     whole_LN = np.array(induction.target_mass(aux.pattern_LBNTS, induction.prefix_targets(tokens_BT)))
     whole_LN[~present(subject)] = np.nan
     out_SLN = np.repeat(whole_LN[None], len(sets_SLN), 0)
-    for start, chosen in by_start(sets_SLN, 8):
-        found = _scores(subject.graph, way, start, subject.params, tokens_BT, aux.resid_MBTD[start], sets_SLN[chosen],
-                        value, aux.pattern_LBNTS if way.needs_pattern else None, uniform_TS)  # fmt: skip
-        out_SLN[chosen, start:] = np.asarray(found)
+    touched = np.flatnonzero(sets_SLN.any((1, 2)))  # a set without heads has the whole model's, and maybe no layer
+    for start, chosen in by_start(sets_SLN[touched], 8):
+        found = _scores(
+            subject.graph, way, start, subject.params, tokens_BT, aux.resid_MBTD[start], sets_SLN[touched][chosen],
+            value, aux.pattern_LBNTS if way.needs_pattern else None, uniform_TS)  # fmt: skip
+        out_SLN[touched[chosen], start:] = np.asarray(found)
     return out_SLN
 
 

@@ -41,8 +41,8 @@ def _whole(graph, params, inputs_BT):
                                                                              aux.v_LBSKH))  # fmt: skip
 
 
-@functools.partial(jax.jit, static_argnums=(0, 1, 2, 3))
-def _cut(graph, layer, group, window, params, tokens_BU, resid_BTD, qkv, result_BTD, head, sink, into_3):
+@functools.partial(jax.jit, static_argnums=(0, 1, 2, 3, 4))
+def _cut(graph, num_layers, layer, group, window, params, tokens_BU, resid_BTD, qkv, result_BTD, head, sink, into_3):
     """(loss_BT, the cut head's pattern_BTS). head: its number, traced; sink: its logit or None; into_3: which inputs
     lose `result_BTD`."""
     inputs_BT = tokens_BU[:, :-1]
@@ -59,7 +59,7 @@ def _cut(graph, layer, group, window, params, tokens_BU, resid_BTD, qkv, result_
         q_BTH[:, :, None], k_BSH[:, :, None], v_BSH[:, :, None], positions_bT, None, window=window, sink_N=sink,
         need_pattern=True,
     )  # fmt: skip
-    (B, T, N, H), L = qkv[0].shape, len(params["layers"])
+    (B, T, N, H), L = qkv[0].shape, num_layers
     replace_LN = jnp.zeros((L, N), bool).at[layer, head].set(True)
     value_LBTNH = jnp.broadcast_to(z_BTNH, (L, B, T, N, H))
     logits_BTV, _, _ = at(x_BTD=resid_BTD, interventions=Interventions(replace_LN=replace_LN, value_LBTNH=value_LBTNH))
@@ -117,7 +117,8 @@ def _each(subject: Subject, tokens_BU, edges: list[Edge], progress):
             sink_N = params["layers"][transformer.layer_key(layer)]["attention"].get("sink_N")
             sink = None if sink_N is None else sink_N[_place(cfg, layer, head)][None]
             loss_BT, pattern_BTS = _cut(
-                graph, layer, subject.group, cfg.window, params, tokens_BU, resid_MBTD[layer], [x[layer] for x in qkv],
+                graph, cfg.num_layers, layer, subject.group, cfg.window, params, tokens_BU, resid_MBTD[layer],
+                [x[layer] for x in qkv],
                 result_BTD, head, sink, jnp.array([into == name for name in INPUTS]))  # fmt: skip
             score = induction.target_mass(pattern_BTS[None, :, None], targets_BTS)[0, 0]
             return np.asarray(loss_BT), float(score)

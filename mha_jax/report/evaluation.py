@@ -1,5 +1,6 @@
 """What eval.py does: run one task of the laboratory on saved steps, print its tables, write JSON, CSV and pictures."""
 import json
+import pathlib
 
 from tqdm import tqdm
 
@@ -71,6 +72,9 @@ def _remove(snapshot: Snapshot, out, options: dict) -> Result:
         raise ConfigError(f"--orders={','.join(orders)}: remove follows one order")
     if path is not None:
         chosen = remove.from_order(path, orders[0] if orders else None, keep, snapshot.subject)
+        other = json.loads(pathlib.Path(path).read_text()).get("hash")
+        if other != snapshot.meta["hash"]:
+            print(f"warning: {path} was made of checkpoint {other}, this one is {snapshot.meta['hash']}")
     return remove.remove(snapshot, chosen, out, say=print)
 
 
@@ -138,7 +142,8 @@ def lines(result: Result) -> list[str]:
             f"{', '.join(f['induction_heads']) or 'none'}; why each: the column `rule` of the CSV",
         ]
     if result.task == "ablate":
-        return ["share of the ICL score removed (• late loss above the no-context line: the model is broken)",
+        warning = [] if f["icl_warning"] is None else [f["icl_warning"]]
+        return [*warning, "share of the ICL score removed (• late loss above the no-context line: the model is broken)",
                 *tables.text(grid(t["sets"])), *_edge_lines(t)]  # fmt: skip
     if result.task == "remove":
         return [f"removed {' '.join(f['removed'])}; masked and removed differ by {f['largest_difference']:.1e} at most",

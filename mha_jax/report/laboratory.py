@@ -45,7 +45,8 @@ def ablation_figure(result) -> Figure:
         ax.spines[:].set_visible(False)
         ax.annotate(name, (0, 1), (0, 26), xycoords="axes fraction", textcoords="offset points")
     axes[0].set_yticks(range(len(names)), names, size=7)
-    title(figure, "What breaks without it", subtitle(result.facts) + "; • late loss above the no-context line")
+    title(figure, "What breaks without it", subtitle(result.facts) + "; • late loss above the no-context line"
+          + ("" if result.facts["icl_warning"] is None else "; no ICL to remove: read the right half"))  # fmt: skip
     return figure
 
 

@@ -29,7 +29,7 @@ def test_every_set_stands_in_every_way_once():
         found = [(r["set"], r["replacement"], r["downstream"]) for r in table if r["kind"] == kind]
         assert len(found) == len(wanted) and set(found) == wanted
     named = {r["set"] for r in table if r["kind"] == "named"}
-    assert "previous-token heads" in named  # the strongest one, in a model that has none above the limit
+    assert "best previous-token head" in named  # the model has none above the limit
     assert {r["kind"] for r in table} == {*KINDS, "named"}
     assert len({tuple(r) for r in table if r["replacement"] != "tie" and r["kind"] in ("head", "named")}) == 1
     assert set(small.ablated().facts["ways"]) == {" x ".join(way) for way in WAYS}

@@ -80,6 +80,13 @@ def test_strength_on_the_way_is_the_best_of_the_heads_that_are_left():
         assert strength == pytest.approx((best - 0.1) / 0.9, abs=1e-5)
 
 
+def test_a_model_whose_last_layer_is_empty_has_a_curve():
+    s = subject(2, kept_heads=((0, 1), (2,), ()))
+    blocks = np.tile(rows(s, 5, 2)[:, :3], (1, 2))[None]
+    found = curves.curve(s, rows(s), curves.units(s, "head"), blocks, np.array([0.1]))
+    assert np.isfinite(found.loss_CRT).all() and np.isfinite(found.strength_C[:-1]).all()
+
+
 def test_removable_is_what_goes_before_the_loss_first_rises():
     loss = np.array([1.0, 1.005, 1.04, 1.0, 1.2])
     found = curves.Curve(np.arange(5), np.array([0, 2, 4, 6, 8]), np.broadcast_to(loss[:, None, None], (5, 1, 1)), loss)
