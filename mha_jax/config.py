@@ -139,6 +139,11 @@ class Config:
     tracking: TrackingConfig = dataclasses.field(default_factory=TrackingConfig)
 
 
+def kept_heads(model: ModelConfig) -> tuple[tuple[int, ...], ...]:
+    """The query heads that remain in each layer, by their original numbers."""
+    return (tuple(range(model.num_heads)),) * model.num_layers if model.kept_heads is None else model.kept_heads
+
+
 def flat(config) -> dict[str, object]:
     """The config as {'model.num_heads': 4, ...}: what W&B shows and what two configs are compared by."""
     out = {}

@@ -81,7 +81,7 @@ def check_devices(config: Config, num_devices: int) -> tuple[int, int, int]:
                       ("probes.repeats", config.probes.repeats)):  # fmt: skip
         _require(rows % shards == 0, f"config.{key} = {rows} does not divide by config.mesh.data x "
                  f"config.mesh.fsdp = {shards}")  # fmt: skip
-    for layer, heads in enumerate(config.model.kept_heads or ((0,) * config.model.num_heads,)):
+    for layer, heads in enumerate(configs.kept_heads(config.model)):
         _require(len(heads) % mesh.tensor == 0, f"config.model.num_heads = {len(heads)} (layer {layer}) does not "
                  f"divide by config.mesh.tensor = {mesh.tensor}")  # fmt: skip
     return data, mesh.fsdp, mesh.tensor

@@ -69,7 +69,7 @@ def remove(snapshot: Snapshot, heads, out=None, say=lambda message: None) -> Res
         {"what": what, "before": before, "after": now, "share": now / before}
         for what, before, now in (
             ("heads", len(subject.heads), left),
-            ("KV heads", _kv_heads(subject), _kv_heads(after)),
+            ("KV heads", len(sets.by_group(subject)), len(sets.by_group(after))),
             ("parameters", transformer.count_params(run.config.model), transformer.count_params(new.model)),
             (f"KV-cache bytes, {length} tokens in float32", surgery.kv_cache_bytes(run.config.model, length, 4),
              surgery.kv_cache_bytes(new.model, length, 4)),
@@ -79,7 +79,7 @@ def remove(snapshot: Snapshot, heads, out=None, say=lambda message: None) -> Res
     ]  # fmt: skip
     facts = provenance(snapshot) | {
         "removed": [head_name(*h) for h in cut],
-        "kept_heads": [list(layer) for layer in surgery.kept_heads(new.model)],
+        "kept_heads": [list(layer) for layer in configs.kept_heads(new.model)],
         "folder": str(at),
         "timing": f"medians of {ROUNDS} paired rounds",
     }
@@ -163,10 +163,6 @@ def _write(at, new: Config, tree, meta: dict, snapshot: Snapshot, cut, loss: flo
     Checkpoints(at, new.checkpoint, new.steps).save(
         snapshot.step, tree, kept | {"config": configs.to_dict(new)}, loss
     )  # fmt: skip
-
-
-def _kv_heads(subject: Subject) -> int:
-    return len({(layer, head // subject.group) for layer, head in subject.heads})
 
 
 def _names(heads) -> str:

@@ -14,6 +14,8 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from mha_jax.config import kept_heads
+
 BLOCK = 64  # queries of a block: larger blocks waste the skipped future, smaller ones starve the matrix products
 
 
@@ -206,7 +208,7 @@ class Attention(nnx.Module):
         group = cfg.num_heads // cfg.num_kv_heads
         self.num_heads = cfg.num_heads
         self.num_kv_heads = cfg.num_kv_heads
-        self.heads = tuple(range(cfg.num_heads)) if cfg.kept_heads is None else cfg.kept_heads[layer]
+        self.heads = kept_heads(cfg)[layer]
         self.kv_heads = tuple(sorted({n // group for n in self.heads}))
         # Static tuples: a numpy array on a module would become state.
         self.kv_of_head = tuple(self.kv_heads.index(n // group) for n in self.heads)

@@ -9,7 +9,7 @@ import re
 import numpy as np
 from flax import traverse_util
 
-from mha_jax.config import ConfigError, ModelConfig
+from mha_jax.config import ConfigError, ModelConfig, kept_heads
 from mha_jax.model.transformer import layer_key
 
 HEAD = re.compile(r"L(-?[0-9]+)H(-?[0-9]+)|(-?[0-9]+)\.(-?[0-9]+)", re.IGNORECASE)
@@ -44,11 +44,6 @@ def check_heads(heads, num_layers: int, num_heads: int, key: str = "heads"):
 def _wrong(key, text, what, num_layers, num_heads) -> ConfigError:
     return ConfigError(f"{key} = {text!r}: {what}; allowed are different heads written 0.1 or L0H1, layers 0 to "
                        f"{num_layers - 1}, heads 0 to {num_heads - 1}")  # fmt: skip
-
-
-def kept_heads(cfg: ModelConfig) -> tuple[tuple[int, ...], ...]:
-    """The heads that remain, per layer."""
-    return (tuple(range(cfg.num_heads)),) * cfg.num_layers if cfg.kept_heads is None else cfg.kept_heads
 
 
 def already_gone(cfg: ModelConfig, heads) -> list[tuple[int, int]]:

@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from mha_jax.config import ModelConfig
+from mha_jax.config import ModelConfig, kept_heads
 from mha_jax.model.attention import Attention, dense, rms
 from mha_jax.model.interventions import Interventions
 
@@ -222,8 +222,7 @@ def count_params(cfg: ModelConfig) -> int:
     norm = {"none": 0, "rms": D, "layer": D * (2 if cfg.bias else 1)}[cfg.norm]
     total = cfg.vocab_size * D * (1 if cfg.tied else 2) + norm
     total += cfg.max_length * D if cfg.positions in ("learned", "shortformer") else 0
-    for layer in range(cfg.num_layers):
-        heads = range(cfg.num_heads) if cfg.kept_heads is None else cfg.kept_heads[layer]
+    for heads in kept_heads(cfg):
         N, K = len(heads), len({n // group for n in heads})
         total += norm + D * cfg.bias + D * H * (2 * N + 2 * K)
         total += (N + 2 * K) * H * cfg.bias + K * cfg.smeared_key + N * cfg.sink + 2 * H * (cfg.qk_norm and N > 0)

@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from mha_jax.config import ConfigError
+from mha_jax.config import ConfigError, kept_heads
 from mha_jax.model.transformer import layer_key
 from mha_jax.probes.behaviour import fold_final_norm
 
@@ -39,8 +39,7 @@ def circuits(params, cfg) -> Circuits:
     D = visible_MD.shape[1]
     q_LNDH, k_LNDH, v_LNDH = (np.zeros((L, N, D, H)) for _ in range(3))
     o_LNHD = np.zeros((L, N, H, D))
-    for layer in range(L):
-        heads = list(range(N) if cfg.kept_heads is None else cfg.kept_heads[layer])
+    for layer, heads in enumerate(kept_heads(cfg)):
         if not heads:
             continue
         p = params["layers"][layer_key(layer)]

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from mha_jax.config import SMALL_VOCAB, Config, ConfigError
+from mha_jax.config import SMALL_VOCAB, Config, ConfigError, kept_heads
 from mha_jax.data.source import Evaluation, to_batch
 from mha_jax.layout import put_rows, replicated, residual_sharding
 from mha_jax.model import transformer
@@ -231,7 +231,7 @@ def heads(score_LN) -> dict[str, float]:
 
 def _out_kernel(model, params, layer):
     """wo_NHD of a layer on the original heads, NaN where a head is gone."""
-    kept = range(model.num_heads) if model.kept_heads is None else model.kept_heads[layer]
+    kept = kept_heads(model)[layer]
     empty_NHD = jnp.full((model.num_heads, model.head_dim, model.d_model), jnp.nan)
     if not len(kept):
         return empty_NHD

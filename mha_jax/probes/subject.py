@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
-from mha_jax.config import ModelConfig
+from mha_jax.config import ModelConfig, kept_heads
 from mha_jax.layout import BATCH, put_rows, replicated, residual_sharding
 from mha_jax.model import transformer
 
@@ -35,8 +35,7 @@ class Subject:
     @property
     def heads(self) -> list[tuple[int, int]]:
         """(layer, head) of every head that exists, by the original numbers."""
-        kept = self.cfg.kept_heads or (range(self.cfg.num_heads),) * self.cfg.num_layers
-        return [(layer, head) for layer, heads in enumerate(kept) for head in heads]
+        return [(layer, head) for layer, heads in enumerate(kept_heads(self.cfg)) for head in heads]
 
     @property
     def group(self) -> int:

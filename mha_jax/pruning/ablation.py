@@ -29,6 +29,7 @@ from mha_jax.model import transformer
 from mha_jax.model.interventions import Interventions
 from mha_jax.probes import icl, induction
 from mha_jax.probes.subject import Subject
+from mha_jax.pruning import sets
 
 REPLACEMENTS = ("zero", "mean", "resample", "uniform", "tie")
 DOWNSTREAM = ("live", "frozen")
@@ -176,8 +177,8 @@ def sweep(subject: Subject, tokens_RU, sets_SLN, way: Way, *, repeats_QRT=None,
         if repeats_QRT is not None and way.downstream == "live":
             of_mean = values_PLRTNH if way.replacement == "mean" else None
             prefix = np.stack([_prefix(subject, tokens_BT, sets_SLN, way, of_mean) for tokens_BT in repeats_QRT], 1)
-    whole, sets = np.median(clock[1:], axis=0) if len(clock) > 2 else (0.0, 0.0)
-    return Sweep(whole_RT, loss_PSRT, prefix, float(sets / (P * len(sets_SLN) * whole)) if whole else None)
+    whole, swept = np.median(clock[1:], axis=0) if len(clock) > 2 else (0.0, 0.0)
+    return Sweep(whole_RT, loss_PSRT, prefix, float(swept / (P * len(sets_SLN) * whole)) if whole else None)
 
 
 @contextlib.contextmanager
@@ -216,10 +217,7 @@ def whole_losses(subject: Subject, tokens_RU) -> np.ndarray:
 
 def present(subject: Subject) -> np.ndarray:
     """bool [L, N]: the heads that exist."""
-    out_LN = np.zeros((subject.cfg.num_layers, subject.cfg.num_heads), bool)
-    for layer, head in subject.heads:
-        out_LN[layer, head] = True
-    return out_LN
+    return sets.mask(subject, [subject.heads])[0]
 
 
 def by_start(sets_SLN, size: int) -> list[tuple[int, np.ndarray]]:

@@ -21,12 +21,7 @@ Units = list[tuple[tuple[int, int], ...]]
 
 def units(subject: Subject, unit: str) -> Units:
     """Every query head that exists (unit 'head'), or every KV group with its heads ('group')."""
-    if unit == "head":
-        return [(head,) for head in subject.heads]
-    found = {}
-    for layer, head in subject.heads:
-        found.setdefault((layer, head // subject.group), []).append((layer, head))
-    return [tuple(heads) for heads in found.values()]
+    return [(head,) for head in subject.heads] if unit == "head" else list(sets.by_group(subject).values())
 
 
 def ascending(score_LX, chosen: Units, unit: str, group: int) -> Units:
@@ -43,10 +38,7 @@ def rescored(score: Callable[[np.ndarray], np.ndarray], subject: Subject, unit: 
     left, order = units(subject, unit), []
     at_once = max(1, round(len(left) / cuts))
     while left:
-        mask_LN = ablation.present(subject)
-        for heads in order:
-            for head in heads:
-                mask_LN[head] = False
+        mask_LN = sets.mask(subject, [[h for heads in left for h in heads]])[0]
         gone = ascending(score(mask_LN), left, unit, subject.group)[:at_once]
         order += gone
         left = [u for u in left if u not in gone]
@@ -93,9 +85,9 @@ class Curve:
         return int(self.heads_C[-1] if not len(above) else self.heads_C[above[0] - 1])
 
 
-def curve(subject: Subject, tokens_RU, order: Units, repeats_QRT=None, chance_Q=None, counts=None) -> Curve:
+def curve(subject: Subject, tokens_RU, order: Units, repeats_QRT=None, chance_Q=None) -> Curve:
     """Zero-ablates the first units of an order together, downstream live, for growing counts."""
-    counts = cut_counts(len(order)) if counts is None else np.asarray(counts)
+    counts = cut_counts(len(order))
     chosen = [tuple(h for heads in order[:count] for h in heads) for count in counts]
     found = ablation.sweep(subject, tokens_RU, sets.mask(subject, chosen), ZERO, repeats_QRT=repeats_QRT)
     strength_C = np.full(len(counts), np.nan)

@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from mha_jax.config import kept_heads
 from mha_jax.model import attention, transformer
 from mha_jax.model.interventions import Interventions
 from mha_jax.probes import icl, induction
@@ -68,7 +69,7 @@ def _cut(graph, num_layers, layer, group, window, params, tokens_BU, resid_BTD, 
 
 def _place(cfg, layer: int, head: int) -> int:
     """Where a head stands among those that remain in its layer."""
-    return head if cfg.kept_heads is None else cfg.kept_heads[layer].index(head)
+    return kept_heads(cfg)[layer].index(head)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -20,6 +20,7 @@ import optax
 from mha_jax.config import ConfigError
 from mha_jax.layout import replicated, residual_sharding
 from mha_jax.model.interventions import Interventions
+from mha_jax.probes.panel import head_name
 from mha_jax.probes.subject import Subject
 from mha_jax.pruning.ablation import present
 from mha_jax.pruning.importance import any_of_gate, heads_per_gate
@@ -49,12 +50,20 @@ class GatesResult(NamedTuple):
 
 
 class Point(NamedTuple):
-    """One penalty of a front: how many query heads survive it and which, by name."""
+    """One penalty of a front, and what came of it."""
 
     penalty: float
-    kept: int
-    names: list[str]
     result: GatesResult
+
+    @property
+    def kept(self) -> int:
+        """How many query heads survive."""
+        return len(self.result.survivors)
+
+    @property
+    def names(self) -> list[str]:
+        """Which ones."""
+        return [head_name(*head) for head in self.result.survivors]
 
 
 def sample(log_alpha, u):
@@ -152,12 +161,7 @@ def front(subject: Subject, batches: Callable[[int], dict], penalties, **kwargs)
     kwargs: those of `train_gates` but the penalty. What a point's heads lose is the caller's to measure, by cutting
     off every head but `result.survivors`.
     """
-    points = []
-    for penalty in penalties:
-        result = train_gates(subject, batches, penalty=penalty, **kwargs)
-        names = [f"L{layer}H{head}" for layer, head in result.survivors]
-        points.append(Point(float(penalty), len(names), names, result))
-    return points
+    return [Point(float(penalty), train_gates(subject, batches, penalty=penalty, **kwargs)) for penalty in penalties]
 
 
 def _placed(tree, mesh):

@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from mha_jax.config import ConfigError, ModelConfig
+from mha_jax.config import ConfigError, ModelConfig, kept_heads
 from mha_jax.model.interventions import Interventions
 from mha_jax.model.transformer import layer_key
 from mha_jax.probes.subject import Subject
@@ -123,10 +123,10 @@ def weight_magnitude(params: dict, cfg: ModelConfig, unit: str = "head") -> np.n
     """
     size, group = heads_per_gate(cfg, unit), cfg.num_heads // cfg.num_kv_heads
     square_LN = np.full((cfg.num_layers, cfg.num_heads), np.nan)
-    for layer in range(cfg.num_layers):
-        heads = np.arange(cfg.num_heads) if cfg.kept_heads is None else np.array(cfg.kept_heads[layer], int)
-        if not len(heads):
+    for layer, kept in enumerate(kept_heads(cfg)):
+        if not kept:
             continue
+        heads = np.array(kept)
         block = params["layers"][layer_key(layer)]
         wv_DKH, wo_NHD = (np.asarray(block["attention"][name], np.float64) for name in ("wv_DKH", "wo_NHD"))
         if cfg.norm != "none":

@@ -8,6 +8,7 @@ import math
 
 import numpy as np
 
+from mha_jax.probes.panel import head_name
 from mha_jax.probes.subject import Subject
 
 CONTROLS = 200  # random sets a named set is compared with: all there are up to this number
@@ -24,15 +25,13 @@ class Named:
 
 def single_heads(subject: Subject) -> list[Named]:
     """Every query head alone."""
-    return [Named(f"L{layer}H{head}", "head", ((layer, head),)) for layer, head in subject.heads]
+    return [Named(head_name(*head), "head", (head,)) for head in subject.heads]
 
 
 def groups(subject: Subject) -> list[Named]:
     """Every KV head with all query heads that read it, where that is more than one."""
-    found = {}
-    for layer, head in subject.heads:
-        found.setdefault((layer, head // subject.group), []).append((layer, head))
-    return [Named(f"L{layer}K{k}", "group", tuple(heads)) for (layer, k), heads in found.items() if subject.group > 1]
+    found = by_group(subject) if subject.group > 1 else {}
+    return [Named(f"L{layer}K{k}", "group", heads) for (layer, k), heads in found.items()]
 
 
 def layers(subject: Subject) -> list[Named]:
@@ -43,9 +42,17 @@ def layers(subject: Subject) -> list[Named]:
 def all_but_one(subject: Subject) -> list[Named]:
     """All heads of a layer but one (Michel et al. 2019, table 2), where a layer has several."""
     return [
-        Named(f"only L{layer}H{head}", "only", tuple(h for h in heads if h != (layer, head)))
-        for layer, heads in by_layer(subject.heads).items() if len(heads) > 1 for _, head in heads
+        Named(f"only {head_name(*head)}", "only", tuple(h for h in heads if h != head))
+        for heads in by_layer(subject.heads).values() if len(heads) > 1 for head in heads
     ]  # fmt: skip
+
+
+def by_group(subject: Subject) -> dict[tuple[int, int], tuple[tuple[int, int], ...]]:
+    """{(layer, KV head): the query heads that read it}, of those that exist."""
+    found = {}
+    for layer, head in subject.heads:
+        found.setdefault((layer, head // subject.group), []).append((layer, head))
+    return {key: tuple(heads) for key, heads in found.items()}
 
 
 def by_layer(heads) -> dict[int, list[tuple[int, int]]]:
