@@ -6,11 +6,12 @@ import numpy as np
 
 from mha_jax.config import ConfigError
 from mha_jax.laboratory.edges import edge_table
-from mha_jax.laboratory.result import Result, no_context_line, provenance
+from mha_jax.laboratory.result import Result, check_choices, cost_of, evaluation_rows, no_context_line, provenance
 from mha_jax.probes import induction
 from mha_jax.probes.panel import head_name
-from mha_jax.pruning import ablation, sets
-from mha_jax.pruning.effects import Effects, effects
+from mha_jax.probes.subject import Subject
+from mha_jax.pruning import ablation, curves, sets
+from mha_jax.pruning.effects import Effects
 from mha_jax.run import Snapshot
 
 CALIBRATION = 256  # sequences, none of them evaluated, over which a mean is taken
@@ -27,17 +28,15 @@ def ablate(snapshot: Snapshot, *, heads=None, replacements=ablation.REPLACEMENTS
     rows (default all). controls: how many random sets at most. ConfigError for a replacement or downstream that does
     not exist, a head that was removed, or too many rows.
     """
-    for key, chosen, allowed in (("replacement", replacements, ablation.REPLACEMENTS),
-                                 ("downstream", downstream, ablation.DOWNSTREAM)):  # fmt: skip
-        for name in chosen:
-            if name not in allowed:
-                raise ConfigError(f"--{key}={name}: allowed are {', '.join(allowed)}")
+    check_choices("replacement", replacements, ablation.REPLACEMENTS)
+    check_choices("downstream", downstream, ablation.DOWNSTREAM)
     gone = [head_name(*h) for h in heads or () if h not in snapshot.subject.heads]
     if gone:
         raise ConfigError(f"--heads: {', '.join(gone)} is not in this model, it was removed")
     tokens_RU = evaluation_rows(snapshot, rows)
-    named = all_sets(snapshot, heads)
-    matched = {n: sets.controls(snapshot.subject, n.heads, special_heads(snapshot)["induction heads"], seed, controls)
+    special = special_heads(snapshot)
+    named = all_sets(snapshot.subject, special, heads)
+    matched = {n: sets.controls(snapshot.subject, n.heads, special["induction heads"], seed, controls)
                for n in named if n.kind in ("named", "head")}  # fmt: skip
     extra = {s for of_set, _ in matched.values() for s in of_set} - {n.heads for n in named}
     swept = named + [sets.Named("", "control", heads) for heads in sorted(extra)]
@@ -55,7 +54,7 @@ def ablate(snapshot: Snapshot, *, heads=None, replacements=ablation.REPLACEMENTS
                 ablation.Way(how, what, value), repeats_QRT=snapshot.panel.repeats["induction"][1],
                 progress=lambda done: progress(done, total),
             )  # fmt: skip
-            cost = of_sweep(snapshot, found, seed)
+            cost = cost_of(snapshot, found.whole_RT, found.loss_PSRT, seed)
             ways[f"{how} x {what}"] = {"cost_ratio": found.ratio}
             place = {n.heads: i for i, n in enumerate(chosen)}
             for i, n in enumerate(chosen):
@@ -74,7 +73,7 @@ def ablate(snapshot: Snapshot, *, heads=None, replacements=ablation.REPLACEMENTS
         "edge_sequences": snapshot.run.config.probes.rows,
         "icl_warning": None if score < -2 * error else
         f"the whole model's ICL score, {score:+.3f} ± {error:.3f}, is no more than noise: shares of it say nothing",
-        "icl_score": snapshot.reading.values["icl/score"],
+        "icl_score": score,
         "no_context_line": no_context_line(snapshot.panel.evaluation)[0],
         "mean": f"over {CALIBRATION} sequences that are not evaluated, per head and position",
         "resample": f"{PERMUTATIONS} permutations of the evaluated sequences",
@@ -87,15 +86,6 @@ def ablate(snapshot: Snapshot, *, heads=None, replacements=ablation.REPLACEMENTS
     return Result("ablate", facts, {"sets": table} | ({"edges": cut} if cut else {}))
 
 
-def evaluation_rows(snapshot: Snapshot, rows: int | None) -> np.ndarray:
-    """The first `rows` evaluation rows. ConfigError when there are fewer."""
-    tokens_RU = snapshot.panel.evaluation.tokens_RU
-    rows = len(tokens_RU) if rows is None else rows
-    if not 2 <= rows <= len(tokens_RU):
-        raise ConfigError(f"--rows={rows}: allowed are 2 to config.data.eval_rows = {len(tokens_RU)}")
-    return tokens_RU[:rows]
-
-
 def values(snapshot: Snapshot, replacement: str, tokens_RU, seed: int):
     """What z becomes under a replacement, or None."""
     if replacement == "mean":
@@ -105,15 +95,8 @@ def values(snapshot: Snapshot, replacement: str, tokens_RU, seed: int):
     return None
 
 
-def of_sweep(snapshot: Snapshot, found: ablation.Sweep, seed: int = 0) -> Effects:
-    """Effects of a sweep over the first evaluation rows, with the run's own ICL windows."""
-    e, R = snapshot.panel.evaluation, len(found.whole_RT)
-    return effects(found.whole_RT, found.loss_PSRT, e.early_RT[:R], e.late_RT[:R], no_context_line(e)[1][:R], seed)
-
-
-def all_sets(snapshot: Snapshot, heads=None) -> list[sets.Named]:
-    """Named sets first, then every head, group, layer and all-but-one."""
-    subject, special = snapshot.subject, special_heads(snapshot)
+def all_sets(subject: Subject, special: dict, heads=None) -> list[sets.Named]:
+    """Named sets first (one's own `heads`, and the `special_heads`), then every head, group, layer and all-but-one."""
     named = [sets.Named(name, "named", tuple(chosen)) for name, chosen in special.items() if chosen]
     if heads:
         named.insert(0, sets.Named("--heads", "named", tuple(sorted(heads))))
@@ -147,12 +130,10 @@ def _row(cost: Effects, i: int) -> dict:
 
 def _others(snapshot: Snapshot, found: ablation.Sweep, named: sets.Named, i: int) -> dict:
     """The strongest prefix matching outside the set, under the ablation; null where it was not measured."""
-    best = (-1, -1)
-    if found.prefix_SQLN is not None:
-        pm = induction.prefix_matching(found.prefix_SQLN[i], snapshot.panel.chance_P["induction"])
-        strength_LN = pm.strength_LN.copy()
-        strength_LN[tuple(zip(*named.heads, strict=True))] = np.nan
-        best = induction.best_head(strength_LN)
+    if found.prefix_SQLN is None:
+        return {"others_best_head": None, "others_prefix_matching": None}
+    pm = curves.matching_without(found.prefix_SQLN[i], snapshot.panel.chance_P["induction"], named.heads)
+    best = induction.best_head(pm.strength_LN)
     some = best[0] >= 0
     return {"others_best_head": head_name(*best) if some else None,
             "others_prefix_matching": float(pm.score_LN[best]) if some else None}  # fmt: skip

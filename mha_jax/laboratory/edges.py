@@ -1,22 +1,21 @@
 """Edges: what an induction head loses when one lower head is taken from its queries, keys or values alone."""
 import numpy as np
 
-from mha_jax.laboratory.result import no_context_line
+from mha_jax.laboratory.result import cost_of, evaluation_rows
 from mha_jax.probes import circuits
 from mha_jax.probes.panel import head_name
 from mha_jax.pruning import edges
-from mha_jax.pruning.effects import effects
 from mha_jax.run import Snapshot
 
 TARGETS = 4  # the strongest heads, whose inputs are looked at
 THROUGH = {"query": "q", "key": "k", "value": "v"}
 
 
-def edge_table(snapshot: Snapshot, seed: int = 0, progress=lambda done: None) -> list[dict]:
+def edge_table(snapshot: Snapshot, seed: int = 0) -> list[dict]:
     """A row for every edge into the strongest induction heads (of none, into the strongest head that has any head
     below it): change of loss, share of the ICL score removed, prefix matching without and with the cut, and the
     composition score of the same pair and input. On the probe's rows. Empty in a model of one layer."""
-    panel, subject, e = snapshot.panel, snapshot.subject, snapshot.panel.evaluation
+    panel, subject = snapshot.panel, snapshot.subject
     strength_LN = panel.prefix_matching(snapshot.reading.arrays).strength_LN
     lowest = min(layer for layer, _ in subject.heads)
     able = sorted((h for h in subject.heads if h[0] > lowest), key=lambda h: -strength_LN[h])
@@ -25,9 +24,9 @@ def edge_table(snapshot: Snapshot, seed: int = 0, progress=lambda done: None) ->
     found = edges.between(subject.heads, targets)
     if not found:
         return []
-    R = snapshot.run.config.probes.rows
-    cuts = edges.cut_edges(subject, e.tokens_RU[:R], found, panel.repeats["induction"][1], progress)
-    cost = effects(cuts.whole_RT, cuts.loss_ERT[None], e.early_RT[:R], e.late_RT[:R], no_context_line(e)[1][:R], seed)
+    tokens_RU = evaluation_rows(snapshot, snapshot.run.config.probes.rows)
+    cuts = edges.cut_edges(subject, tokens_RU, found, panel.repeats["induction"][1])
+    cost = cost_of(snapshot, cuts.whole_RT, cuts.loss_ERT[None], seed)
     composed = circuits.composition(subject.params, subject.cfg)
     return [
         {

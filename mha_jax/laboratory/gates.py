@@ -9,8 +9,7 @@ import math
 import numpy as np
 
 from mha_jax.config import ConfigError, InterventionsConfig
-from mha_jax.laboratory.ablate import evaluation_rows, of_sweep
-from mha_jax.laboratory.result import Result, provenance
+from mha_jax.laboratory.result import Result, cost_of, evaluation_rows, provenance
 from mha_jax.pruning import ablation, curves, sets
 from mha_jax.pruning import gates as hard_concrete
 from mha_jax.run import Snapshot, open_run
@@ -57,7 +56,8 @@ def gates(snapshot: Snapshot, *, penalties=PENALTIES, gate_steps: int = STEPS, t
         kept = point.result.survivors
         pruned = dataclasses.replace(subject, params=point.result.params)
         gone = tuple(h for h in subject.heads if h not in kept)
-        cost = of_sweep(snapshot, ablation.sweep(pruned, tokens_RU, sets.mask(subject, [gone]), curves.ZERO), seed)
+        found = ablation.sweep(pruned, tokens_RU, sets.mask(subject, [gone]), curves.ZERO)
+        cost = cost_of(snapshot, found.whole_RT, found.loss_PSRT, seed)
         steps = snapshot.step + (gate_steps if train_params else 0)
         if from_scratch and kept and tuple(kept) not in scratch_loss:
             say(f"training {len(kept)} heads from scratch for {steps} steps")

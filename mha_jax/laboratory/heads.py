@@ -1,16 +1,14 @@
 """--task=heads: what each head does. The panel as training logged it, and what training does not afford."""
 import numpy as np
 
-from mha_jax.laboratory.ablate import of_sweep
-from mha_jax.laboratory.result import Result, provenance
+from mha_jax.laboratory.result import Result, cost_of, provenance
 from mha_jax.probes import attribution, behaviour, circuits, reading
 from mha_jax.probes.induction import FORMED
 from mha_jax.probes.panel import head_name
 from mha_jax.pruning import ablation, sets
-from mha_jax.report.plots import read_probes
 from mha_jax.run import Snapshot
 from mha_jax.training import summary
-from mha_jax.training.tracking import read_metrics
+from mha_jax.training.tracking import read_metrics, read_probes
 
 SHOWN = 3  # heads drawn at random for the picture of patterns, beside as many of the strongest
 
@@ -80,7 +78,8 @@ def zeroed(snapshot: Snapshot, progress=lambda done, total: None):
         ablation.sweep(subject, tokens_RU, chosen, ablation.Way("zero", what), progress=lambda n: progress(n, total))
         for what in ablation.DOWNSTREAM
     )
-    shape, change_S = ablation.present(subject).shape, of_sweep(snapshot, live).change_S
+    change_S = cost_of(snapshot, live.whole_RT, live.loss_PSRT).change_S
+    shape = subject.cfg.num_layers, subject.cfg.num_heads
     change_LN, loss_LNT = np.full(shape, np.nan), np.full((*shape, tokens_RU.shape[1] - 1), np.nan)
     for i, head in enumerate(subject.heads):
         change_LN[head] = change_S[i]

@@ -7,10 +7,8 @@ import time
 
 import numpy as np
 
-from mha_jax.config import ConfigError
 from mha_jax.data.source import to_batch
-from mha_jax.laboratory.ablate import evaluation_rows
-from mha_jax.laboratory.result import Result, provenance
+from mha_jax.laboratory.result import Result, check_choices, evaluation_rows, provenance
 from mha_jax.probes import icl
 from mha_jax.probes.panel import head_name
 from mha_jax.pruning import ablation, curves, importance, sets
@@ -52,10 +50,8 @@ def prune(snapshot: Snapshot, *, unit: str = "head", orders=ORDERS, rows: int | 
     unit: 'head' or 'group' (all query heads of a KV head at once). say: told what takes long before it starts.
     ConfigError for an order or a unit that does not exist.
     """
-    for key, chosen, allowed in (("orders", orders, ORDERS), ("unit", (unit,), ("head", "group"))):
-        for name in chosen:
-            if name not in allowed:
-                raise ConfigError(f"--{key}={name}: allowed are {', '.join(allowed)}")
+    check_choices("orders", orders, ORDERS)
+    check_choices("unit", (unit,), importance.UNITS)
     subject, panel, e = snapshot.subject, snapshot.panel, snapshot.panel.evaluation
     tokens_RU, calibration_RU = evaluation_rows(snapshot, rows), panel.source.calibration(score_rows)
     found = find_orders(snapshot, calibration_RU, unit, orders, seed, say)

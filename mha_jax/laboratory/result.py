@@ -3,7 +3,9 @@ import dataclasses
 
 import numpy as np
 
+from mha_jax.config import ConfigError
 from mha_jax.data.source import Evaluation
+from mha_jax.pruning.effects import Effects, effects
 from mha_jax.run import Snapshot
 from mha_jax.training.folder import DEFINITIONS
 
@@ -30,6 +32,28 @@ def provenance(snapshot: Snapshot) -> dict:
         "data_fingerprint": snapshot.panel.source.fingerprint,
         "definitions": DEFINITIONS,
     }
+
+
+def check_choices(key: str, chosen, allowed):
+    """ConfigError naming the first of `chosen` that is not among those allowed."""
+    for name in chosen:
+        if name not in allowed:
+            raise ConfigError(f"--{key}={name}: allowed are {', '.join(allowed)}")
+
+
+def evaluation_rows(snapshot: Snapshot, rows: int | None) -> np.ndarray:
+    """The first `rows` evaluation rows. ConfigError when there are fewer."""
+    tokens_RU = snapshot.panel.evaluation.tokens_RU
+    rows = len(tokens_RU) if rows is None else rows
+    if not 2 <= rows <= len(tokens_RU):
+        raise ConfigError(f"--rows={rows}: allowed are 2 to config.data.eval_rows = {len(tokens_RU)}")
+    return tokens_RU[:rows]
+
+
+def cost_of(snapshot: Snapshot, whole_RT, loss_PSRT, seed: int = 0) -> Effects:
+    """What the sets of heads cost on the first evaluation rows, with the run's own ICL windows."""
+    e, R = snapshot.panel.evaluation, len(whole_RT)
+    return effects(whole_RT, loss_PSRT, e.early_RT[:R], e.late_RT[:R], no_context_line(e)[1][:R], seed)
 
 
 def no_context_line(evaluation: Evaluation) -> tuple[str, np.ndarray]:

@@ -92,13 +92,17 @@ def curve(subject: Subject, tokens_RU, order: Units, repeats_QRT=None, chance_Q=
     found = ablation.sweep(subject, tokens_RU, sets.mask(subject, chosen), ZERO, repeats_QRT=repeats_QRT)
     strength_C = np.full(len(counts), np.nan)
     for i, gone in enumerate(chosen):
-        if found.prefix_SQLN is None or len(gone) == len(subject.heads):
-            continue
-        strength_LN = induction.prefix_matching(found.prefix_SQLN[i], chance_Q).strength_LN
-        for head in gone:
-            strength_LN[head] = np.nan
-        strength_C[i] = np.nanmax(strength_LN)
+        if found.prefix_SQLN is not None and len(gone) < len(subject.heads):
+            strength_C[i] = np.nanmax(matching_without(found.prefix_SQLN[i], chance_Q, gone).strength_LN)
     return Curve(counts, np.array([len(c) for c in chosen]), found.loss_PSRT[0], strength_C)
+
+
+def matching_without(prefix_QLN, chance_Q, heads) -> induction.PrefixMatching:
+    """Prefix matching from the scores at Q repeat lengths, the strength of `heads`, which have gone, NaN."""
+    found = induction.prefix_matching(prefix_QLN, chance_Q)
+    for head in heads:
+        found.strength_LN[head] = np.nan
+    return found
 
 
 def cut_counts(n: int) -> np.ndarray:

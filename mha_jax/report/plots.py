@@ -6,7 +6,6 @@ import numpy as np
 from matplotlib.figure import Figure
 from matplotlib.patches import Rectangle
 
-from mha_jax.config import ConfigError
 from mha_jax.probes.behaviour import HEAD_SCORES
 from mha_jax.probes.induction import FORMED
 from mha_jax.report.canvas import (
@@ -27,32 +26,14 @@ from mha_jax.report.canvas import (
     title,
     write_over,
 )
-from mha_jax.training.tracking import probe_files
+from mha_jax.training.tracking import read_probes
 
 LINE_COLOURS = {"bayes": "#009E73", "unigram": "#CC79A7"}
 LINE_NAMES = {"bayes": "Bayes", "no_icl": "no ICL", "induction": "one-token induction"}
 PARTS = {"bigram": "bigram part", "first_outputs": "first outputs", "later_outputs": "later outputs"}
 PART_COLOURS = ("#0072B2", "#E69F00", "#56B4E9")
 TABLES = ("induction", *HEAD_SCORES)
-PANEL = {"loss_by_position_T", "induction_PLN", "induction_chance_P",
-         *(f"{score}_{part}" for score in HEAD_SCORES for part in ("LN", "chance"))}  # fmt: skip
 DASHED = (0, (4, 3))
-
-
-def read_probes(workdir) -> dict[int, dict]:
-    """{step: arrays} of the full panels in a run folder, ascending. ConfigError naming a file that is no panel."""
-    out = {}
-    for step, path in probe_files(pathlib.Path(workdir)).items():
-        try:
-            with np.load(path) as arrays:
-                out[step] = dict(arrays)
-        except Exception as error:  # there is no end to what a damaged zip file can raise
-            raise ConfigError(f"{path}: cannot be read as a panel ({type(error).__name__}); move it away to draw the "
-                              "others") from None  # fmt: skip
-        missing = PANEL - out[step].keys()
-        if missing:
-            raise ConfigError(f"{path}: not a panel, it has no {', '.join(sorted(missing))}")
-    return out
 
 
 @styled

@@ -11,7 +11,12 @@ import numpy as np
 
 from mha_jax import config as configs
 from mha_jax.config import Config, ConfigError
+from mha_jax.probes.behaviour import HEAD_SCORES
 from mha_jax.training.folder import first_line, write_atomically, write_json
+
+# What every full panel holds, and pictures are drawn from.
+PANEL = {"loss_by_position_T", "induction_PLN", "induction_chance_P",
+         *(f"{score}_{part}" for score in HEAD_SCORES for part in ("LN", "chance"))}  # fmt: skip
 
 
 def variant(cfg) -> str:
@@ -59,6 +64,22 @@ def probe_files(workdir: pathlib.Path, warn=_to_stderr) -> dict[int, pathlib.Pat
         else:
             warn(f"{path} is not used: the files of probes/ are named STEP.npz")
     return dict(sorted(out.items()))
+
+
+def read_probes(workdir) -> dict[int, dict]:
+    """{step: arrays} of the full panels in a run folder, ascending. ConfigError naming a file that is no panel."""
+    out = {}
+    for step, path in probe_files(pathlib.Path(workdir)).items():
+        try:
+            with np.load(path) as arrays:
+                out[step] = dict(arrays)
+        except Exception as error:  # there is no end to what a damaged zip file can raise
+            raise ConfigError(f"{path}: cannot be read as a panel ({type(error).__name__}); move it away to draw the "
+                              "others") from None  # fmt: skip
+        missing = PANEL - out[step].keys()
+        if missing:
+            raise ConfigError(f"{path}: not a panel, it has no {', '.join(sorted(missing))}")
+    return out
 
 
 def drop_after(workdir: pathlib.Path, step: int, warn=_to_stderr) -> int:

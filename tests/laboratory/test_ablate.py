@@ -100,7 +100,8 @@ def test_controls_are_other_heads_of_the_same_layers():
 def test_sets_that_have_their_name_from_what_their_heads_do(monkeypatch):
     snapshot = small.snapshot()
     monkeypatch.setattr(type(snapshot.panel), "induction_heads", lambda *_: [(1, 0), (1, 3)])
-    named = {n.name: n.heads for n in ablate.all_sets(snapshot, [(1, 2), (0, 1)]) if n.kind == "named"}
+    found = ablate.all_sets(snapshot.subject, ablate.special_heads(snapshot), [(1, 2), (0, 1)])
+    named = {n.name: n.heads for n in found if n.kind == "named"}
     assert list(named)[:3] == ["--heads", "induction heads", "all other heads"]
     assert named["--heads"] == ((0, 1), (1, 2)) and named["induction heads"] == ((1, 0), (1, 3))
     assert set(named["all other heads"]) == set(small.ALL) - {(1, 0), (1, 3)}
