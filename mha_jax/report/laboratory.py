@@ -14,6 +14,19 @@ def subtitle(facts: dict) -> str:
     return f"{facts['run']}, step {facts['step']}{rows}"
 
 
+def grid(ax, values, columns, *, low: float, high: float, cmap="RdBu_r", size: float = 6.5, texts=None, rotation=0):
+    """Coloured cells with their numbers, or `texts` of the same shape ('' writes nothing); a NaN is an empty cell."""
+    ax.imshow(values, cmap=cmap, vmin=low, vmax=high, aspect="auto")
+    for (i, j), value in np.ndenumerate(values):
+        if not np.isnan(value):
+            dark = abs(value) > (0.6 if low == 0 else 0.65) * high
+            ax.text(j, i, f"{value:.2f}" if texts is None else texts[i][j], ha="center", va="center", size=size,
+                    color="white" if dark else INK)  # fmt: skip
+    ax.set_xticks(range(len(columns)), columns, size=size, rotation=rotation)
+    ax.tick_params(length=0)
+    ax.spines[:].set_visible(False)
+
+
 @styled
 def ablation_figure(result) -> Figure:
     """Share of the ICL score removed and change of loss: sets down, replacement x downstream across. A dot marks a
@@ -29,20 +42,12 @@ def ablation_figure(result) -> Figure:
                            wspace=0.05)  # fmt: skip
     for ax, key, name, top in ((axes[0], "icl_removed", "share of the ICL score removed", 1.0),
                                (axes[1], "loss_change", "change of loss, nats", CHANGE)):  # fmt: skip
-        grid = np.full((len(names), len(ways)), np.nan)
-        for i, j in np.ndindex(grid.shape):
-            found = at.get((names[i], *ways[j]))
-            if found is None:
-                continue
-            grid[i, j] = found[key]
-            broken = "•" if found["off_distribution"] and key == "icl_removed" else ""
-            ax.text(j, i, f"{found[key]:.2f}{broken}", ha="center", va="center", size=6.5,
-                    color="white" if abs(found[key]) > 0.65 * top else INK)  # fmt: skip
-        ax.imshow(grid, cmap="RdBu_r", vmin=-top, vmax=top, aspect="auto")
-        ax.set_xticks(range(len(ways)), [f"{a}\n{b}" for a, b in ways], size=6.5)
+        found = [[at.get((n, *way), {key: np.nan, "off_distribution": False}) for way in ways] for n in names]
+        texts = [[f"{r[key]:.2f}" + "•" * (r["off_distribution"] and key == "icl_removed") for r in of_set]
+                 for of_set in found]  # fmt: skip
+        grid(ax, np.array([[r[key] for r in of_set] for of_set in found]), [f"{a}\n{b}" for a, b in ways], low=-top,
+             high=top, texts=texts)  # fmt: skip
         ax.xaxis.tick_top()
-        ax.tick_params(length=0)
-        ax.spines[:].set_visible(False)
         ax.annotate(name, (0, 1), (0, 26), xycoords="axes fraction", textcoords="offset points")
     axes[0].set_yticks(range(len(names)), names, size=7)
     title(figure, "What breaks without it", subtitle(result.facts) + "; • late loss above the no-context line"
@@ -64,15 +69,10 @@ def edges_figure(result) -> Figure:
     figure.subplots_adjust(left=0.75 / figure.get_figwidth(), right=0.98, top=1 - 0.9 / height, bottom=0.35 / height,
                            wspace=0.08)  # fmt: skip
     for ax, into in zip(axes, inputs, strict=True):
-        grid = np.array([[at.get((s, t, into), np.nan) for t in targets] for s in sources])
-        ax.imshow(grid, cmap="Blues", vmin=0, vmax=1, aspect="auto")
-        for (i, j), value in np.ndenumerate(grid):
-            if not np.isnan(value):
-                ax.text(j, i, f"{value:.2f}", ha="center", va="center", size=6.5, color="white" if value > 0.6 else INK)
-        ax.set_xticks(range(len(targets)), targets, size=7)
+        left = np.array([[at.get((s, t, into), np.nan) for t in targets] for s in sources])
+        grid(ax, left, targets, low=0, high=1, cmap="Blues")
+        ax.tick_params(labelsize=7)
         ax.set_title(f"taken from the {into} input of", loc="left", size=8, color=GREY)
-        ax.tick_params(length=0)
-        ax.spines[:].set_visible(False)
     axes[0].set_yticks(range(len(sources)), sources, size=7)
     axes[0].set_ylabel("output of")
     title(figure, "Prefix matching that is left with one edge cut",
@@ -153,10 +153,7 @@ def patterns_figure(result) -> Figure:
 def composition_figure(result) -> Figure:
     """Composition scores between all pairs, less their baseline, one table for each input."""
     rows = [r for r in result.tables["composition"] if not r["through"].endswith("offsets")]
-    if not rows:
-        return None
     sources, targets = (list(dict.fromkeys(r[k] for r in rows)) for k in ("from", "to"))
-    sources, targets = sorted(sources), sorted(targets)
     high = max(abs(r["score"]) for r in rows)
     height = 1.4 + 0.2 * len(sources)
     figure = Figure(figsize=(max(5.0, 0.8 + 3 * (0.34 * len(targets) + 0.3)), height), dpi=DPI)
@@ -165,17 +162,11 @@ def composition_figure(result) -> Figure:
                            wspace=0.08)  # fmt: skip
     for ax, through in zip(axes, ("q", "k", "v"), strict=True):
         at = {(r["from"], r["to"]): r["score"] for r in rows if r["through"] == through}
-        grid = np.array([[at.get((s, t), np.nan) for t in targets] for s in sources])
-        ax.imshow(grid, cmap="RdBu_r", vmin=-high, vmax=high, aspect="auto")
-        if len(targets) <= 12:
-            for (i, j), value in np.ndenumerate(grid):
-                if not np.isnan(value):
-                    ax.text(j, i, f"{value:.2f}", ha="center", va="center", size=6,
-                            color="white" if abs(value) > 0.65 * high else INK)  # fmt: skip
-        ax.set_xticks(range(len(targets)), targets, size=6, rotation=90 if len(targets) > 12 else 0)
+        score = np.array([[at.get((s, t), np.nan) for t in targets] for s in sources])
+        many = len(targets) > 12
+        grid(ax, score, targets, low=-high, high=high, size=6, rotation=90 if many else 0,
+             texts=np.full(score.shape, "") if many else None)  # fmt: skip
         ax.set_title(f"{through.upper()}-composition", loc="left", size=8, color=GREY)
-        ax.tick_params(length=0)
-        ax.spines[:].set_visible(False)
     axes[0].set_yticks(range(len(sources)), sources, size=6)
     title(figure, "Composition less its baseline", subtitle(result.facts))
     return figure

@@ -19,8 +19,12 @@ def text(rows: list[dict], columns=None) -> list[str]:
     return [line.rstrip() for line in lines]
 
 
+def _known(value) -> bool:
+    return value is not None and not (isinstance(value, (float, np.floating)) and np.isnan(value))
+
+
 def _cell(value) -> str:
-    if value is None or (isinstance(value, (float, np.floating)) and np.isnan(value)):
+    if not _known(value):
         return "-"
     if isinstance(value, (bool, np.bool_)):
         return "yes" if value else "no"
@@ -34,5 +38,5 @@ def csv_text(rows: list[dict]) -> str:
     writer = csv.DictWriter(out, columns, lineterminator="\n")
     writer.writeheader()
     for row in rows:
-        writer.writerow({c: "" if _cell(row.get(c)) == "-" else row[c] for c in columns})
+        writer.writerow({c: row[c] if _known(row.get(c)) else "" for c in columns})
     return out.getvalue()
