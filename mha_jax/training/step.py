@@ -16,12 +16,7 @@ METRICS = ("train/loss", "train/grad_norm", "train/learning_rate", "train/tokens
 
 
 def loss_sum(graph, params, batch, interventions=None, residual_sharding=None):
-    """Sum over real tokens of the loss, in nats. A sum, so that micro-batches of unequal weight add up exactly.
-
-    interventions: arrays, None, or a function of (tokens, positions, segments) that makes them for these rows.
-    """
-    if callable(interventions):
-        interventions = interventions(batch["inputs_BT"], batch["positions_BT"], batch["segments_BT"])
+    """Sum over real tokens of the loss, in nats. A sum, so that micro-batches of unequal weight add up exactly."""
     logits_BTV, _, _ = transformer.forward(
         graph, params, batch["inputs_BT"], positions_BT=batch["positions_BT"], segments_BT=batch["segments_BT"],
         interventions=interventions, residual_sharding=residual_sharding,
@@ -29,16 +24,18 @@ def loss_sum(graph, params, batch, interventions=None, residual_sharding=None):
     return (icl.token_loss(logits_BTV, batch["targets_BT"]) * batch["weights_BT"]).sum()
 
 
-def mean_loss_and_grads(graph, params, batch, accumulation, interventions=None, residual_sharding=None):
+def mean_loss_and_grads(graph, params, batch, accumulation, clamp=None, residual_sharding=None):
     """(mean loss over all real tokens of the batch, its gradient, number of tokens).
 
+    clamp: function of (tokens, positions, segments) giving the interventions for those rows, or None.
     Each micro-batch's sum is divided by the tokens of the *whole* batch: the mean of micro-batch means would
     weigh short rows too much. No real token: loss 0, gradients 0.
     """
     tokens = batch["weights_BT"].sum()
 
     def mean_loss(params, part):
-        return loss_sum(graph, params, part, interventions, residual_sharding) / jnp.maximum(tokens, 1.0)
+        held = clamp and clamp(part["inputs_BT"], part["positions_BT"], part["segments_BT"])
+        return loss_sum(graph, params, part, held, residual_sharding) / jnp.maximum(tokens, 1.0)
 
     grad = jax.value_and_grad(mean_loss)
     if accumulation == 1:
@@ -55,7 +52,7 @@ def mean_loss_and_grads(graph, params, batch, accumulation, interventions=None, 
 def train_step(config: Config, graph, state, batch, clamp=None, residual_sharding=None):
     """One update: (state, metrics as a vector in the order of METRICS).
 
-    clamp: what `clamp.make` gives, or None.
+    clamp: what `clamp.make` gives, a function of the step and a batch's rows, or None.
     From the first loss or gradient that is not finite, nothing changes any more and `failed_at` names the step.
     """
     rate = optimizers.learning_rate(config.optimizer, config.steps)
