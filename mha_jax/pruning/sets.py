@@ -64,11 +64,15 @@ def by_layer(heads) -> dict[int, list[tuple[int, int]]]:
 
 
 def mask(subject: Subject, sets) -> np.ndarray:
-    """bool [S, L, N] of sets of heads."""
+    """bool [S, L, N] of sets of heads. ValueError for a head that is not in the model: taking away one that has gone
+    changes nothing, and a number below 0 would mean another head."""
+    present = set(subject.heads)
     out_SLN = np.zeros((len(sets), subject.cfg.num_layers, subject.cfg.num_heads), bool)
     for i, heads in enumerate(sets):
-        for layer, head in heads:
-            out_SLN[i, layer, head] = True
+        for head in heads:
+            if head not in present:
+                raise ValueError(f"head {head} is not in this model")
+            out_SLN[i, *head] = True
     return out_SLN
 
 

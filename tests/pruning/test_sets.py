@@ -30,6 +30,13 @@ def test_only_heads_that_exist():
     assert sets.mask(s, [((2, 3),)])[0].tolist() == [[False] * 4, [False] * 4, [False, False, False, True]]
 
 
+@pytest.mark.parametrize("head", [(0, 0), (1, 2), (0, -3), (-1, 3), (3, 0), (0, 4)])
+def test_a_head_that_is_not_there_is_an_error(head):
+    """Gone, counted from the end (which NumPy would read as a head that is there), or beyond the model."""
+    with pytest.raises(ValueError, match=r"is not in this model"):
+        sets.mask(subject(2, kept_heads=((1,), (), (0, 3))), [((0, 1), head)])
+
+
 def test_controls_by_hand():
     """Of layer 1 heads 0 and 1 induce, the set takes 2: only 3 is left. Of layer 0 the set takes 0 and 1: 2 and 3."""
     s = subject(2)
