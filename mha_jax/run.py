@@ -49,11 +49,6 @@ class Run:
         params, meta = self.params(step)
         return Snapshot(self, step, meta, Subject(self.config.model, params, self.mesh))
 
-    def measure(self, step: int) -> tuple[Reading, dict]:
-        """(the full panel at a saved step, the checkpoint's meta)."""
-        snapshot = self.at(step)
-        return snapshot.reading, snapshot.meta
-
 
 @dataclasses.dataclass(frozen=True)
 class Snapshot:

@@ -31,7 +31,7 @@ def workdir(tmp_path_factory, quick_module):
 def test_a_saved_checkpoint_gives_the_probe_logged_at_its_step_bit_for_bit(workdir):
     run = open_run(workdir)
     for step in (0, 3, 6):
-        reading, meta = run.measure(step)
+        reading, meta = run.at(step).reading, run.at(step).meta
         assert meta["step"] == step
         with np.load(workdir / "probes" / f"{step:06d}.npz") as logged:
             assert set(logged) == {"step", *reading.arrays}
@@ -64,11 +64,11 @@ def test_a_wrong_step_or_folder_names_what_exists(workdir, tmp_path):
 
 
 def test_fc_14_another_number_of_devices(workdir, monkeypatch):
-    eight, _ = open_run(workdir).measure(6)
+    eight = open_run(workdir).at(6).reading
     first = jax.devices()[:1]
     monkeypatch.setattr(jax, "devices", lambda: first)
     monkeypatch.setattr(jax, "device_count", lambda: 1)
     one_run = open_run(workdir)
-    one, _ = one_run.measure(6)
+    one = one_run.at(6).reading
     assert one_run.mesh.size == 1
     assert one.values["eval/loss"] == pytest.approx(eight.values["eval/loss"], abs=1e-5)

@@ -71,10 +71,28 @@ def opened(run):
 
 def test_a_saved_step_measures_what_was_logged_there_bit_for_bit(run, opened):
     for step in (0, 3, 6):
-        reading, meta = opened.measure(step)
+        reading, meta = opened.at(step).reading, opened.at(step).meta
         assert meta["step"] == step
         with np.load(run[1] / "probes" / f"{step:06d}.npz") as logged:
             tiny.assert_same_bits({k: v for k, v in logged.items() if k != "step"}, reading.arrays)
+
+
+def test_copied_pairs_that_training_made_frequent_stand_apart(run, opened):
+    """A pair is frequent when its second token follows the first in a tenth of the cases or more, by NumPy's count."""
+    values, text = opened.at(6).reading.values, opened.panel.source.text
+    tokens, flat, V = opened.panel.evaluation.tokens_RU, text.train.flat, text.tokenizer.vocab_size
+    pairs = np.zeros((V, V))
+    np.add.at(pairs, (flat[:-1], flat[1:]), 1)
+    share = pairs / np.maximum(pairs.sum(1, keepdims=True), 1)
+    frequent = share[tokens[:, :-1], tokens[:, 1:]] >= 0.1
+    parts = opened.panel.parts
+    sure = (share[tokens[:, :-1], tokens[:, 1:]] - 0.1).__abs__() > 0.05  # the line is smoothed
+    assert ((parts["copyable_frequent"] == (parts["copyable"] & frequent)) | ~sure).all()
+    assert ((parts["copyable_rare"] == (parts["copyable"] & ~frequent)) | ~sure).all()
+    n = {name: parts[name].sum() for name in ("copyable", "copyable_frequent", "copyable_rare")}
+    assert n["copyable"] == n["copyable_frequent"] + n["copyable_rare"] and min(n.values()) > 0
+    mean = sum(n[k] * values[f"eval/{k}"] for k in ("copyable_frequent", "copyable_rare")) / n["copyable"]
+    assert mean == pytest.approx(values["eval/copyable"], abs=1e-6)
 
 
 def test_prefix_matching_is_on_spans_of_the_corpus_and_on_random_blocks_beside_them(run, opened):
@@ -182,7 +200,7 @@ def test_a_changed_corpus_under_the_same_config_is_refused(run, corpus, tmp_path
         with pytest.raises(ConfigError, match="the data here is not that of step 6: its fingerprint is "):
             tiny.train(cfg, workdir)
         with pytest.raises(ConfigError, match="the data here is not that of step 3: its fingerprint is "):
-            open_run(workdir).measure(3)
+            open_run(workdir).at(3)
     finally:
         shutil.rmtree(corpus)
         shutil.move(tmp_path / "aside", corpus)

@@ -16,6 +16,7 @@ from mha_jax.model import transformer
 from mha_jax.probes import behaviour, icl, induction
 
 SAMPLE = 25  # distinct tokens of a copying sample (Olsson et al. 2022)
+FREQUENT = float(np.log(10))  # nats: a pair is frequent in training when its second token follows in a tenth or more
 SEED = 20_220_308  # of the probe tokens, the same for every run
 
 
@@ -60,6 +61,9 @@ class Panel:
         self.evaluation = source.evaluation()
         copyable_RT = np.asarray(icl.copyable(self.evaluation.tokens_RU))
         self.parts = self.evaluation.parts | {"copyable": copyable_RT, "not_copyable": ~copyable_RT}
+        if "bigram" in self.evaluation.lines:  # else what training made frequent passes for copied from the context
+            frequent_RT = self.evaluation.lines["bigram"] < FREQUENT
+            self.parts |= {"copyable_frequent": copyable_RT & frequent_RT, "copyable_rare": copyable_RT & ~frequent_RT}
         self.repeats = repeats(config, source, self.evaluation)
         batch = to_batch(self.evaluation.tokens_RU)
         self._inputs = {

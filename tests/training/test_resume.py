@@ -186,4 +186,4 @@ def test_fc_14_other_meshes_read_and_continue_a_run(tmp_path, monkeypatch):
     assert alone.mesh.devices.size == 1
     loss = {e["step"]: e["eval/loss"] for e in expected if "eval/loss" in e}
     for at in (6, 12):
-        assert abs(alone.measure(at)[0].values["eval/loss"] - loss[at]) < 1e-5
+        assert abs(alone.at(at).reading.values["eval/loss"] - loss[at]) < 1e-5
