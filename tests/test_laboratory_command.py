@@ -118,8 +118,9 @@ def test_another_process_finds_the_same_numbers(tmp_path):
     assert done.returncode == 0, done.stderr
     _, printed = evaluate(small.run().workdir, "ablate", "last", tmp_path / "here", rows=8, replacements=("zero",),
                           downstream=("live",))  # fmt: skip
+    stem = "000030_downstream=live_replacements=zero_rows=8"
     for suffix in (".json", "_sets.csv", "_edges.csv"):
-        there, here = ((tmp_path / name / f"000030{suffix}").read_bytes() for name in ("there", "here"))
+        there, here = ((tmp_path / name / f"{stem}{suffix}").read_bytes() for name in ("there", "here"))
         assert there == here, suffix
     assert done.stdout.replace("/there/", "/here/") == printed
 
@@ -151,7 +152,9 @@ def test_fc_18_a_folder_of_removed_heads_answers_every_question(tmp_path):
     assert sets["L1K0"] == "L1H1" and sets["only L1H3"] == "L1H1 L1H2" and "edges" not in cut["tables"]
     (curves,), _ = evaluate(out, "prune", orders=("magnitude", "random"))
     assert {r["heads"] for r in curves["tables"]["orders"]} == set(left)
-    assert all((out / "eval" / task / "000030.png").exists() for task in ("heads", "icl", "ablate", "prune"))
+    names = {"heads": "", "icl": "", "ablate": "_downstream=live_replacements=zero",
+             "prune": "_orders=magnitude+random"}  # fmt: skip
+    assert all((out / "eval" / task / f"000030{name}.png").exists() for task, name in names.items())
 
 
 # -------------------------------------------------------------------------------------------------- what is refused

@@ -34,12 +34,12 @@ def evaluate(workdir, task: str, step: str = "last", out=None, **options) -> lis
             folder = absolute(out) if out and name != "remove" else run.workdir / "eval" / kind
             if out and task == "all":
                 folder /= kind
-            results.append(_show(snapshot, _run(snapshot, name, out, options), folder, name))
+            results.append(_show(snapshot, _run(snapshot, name, out, options), folder, name, options))
     return results
 
 
 def _run(snapshot: Snapshot, task: str, out, options: dict) -> Result:
-    bar = tqdm(total=0, desc=task, unit=" rows", disable=None, leave=False)
+    bar = tqdm(total=0, desc=task, unit="", disable=None, leave=False)
 
     def progress(done, total):
         bar.total = total
@@ -78,9 +78,12 @@ def _remove(snapshot: Snapshot, out, options: dict) -> Result:
     return remove.remove(snapshot, chosen, out, say=print)
 
 
-def _show(snapshot: Snapshot, result: Result, folder, name: str) -> dict:
-    """Writes and prints a result; returns its JSON."""
+def _show(snapshot: Snapshot, result: Result, folder, name: str, options: dict) -> dict:
+    """Writes and prints a result; returns its JSON. The options are in the file names: another question's answer does
+    not replace this one's."""
     stem = f"{snapshot.step:06d}" + ("_gates" if name == "gates" else "")
+    if name != "remove":  # its folder is new each time
+        stem += "".join(f"_{key}={_in_name(value)}" for key, value in sorted(options.items()))
     written = {"task": result.task} | result.facts | {"tables": result.tables}
     write_json(folder / f"{stem}.json", written)
     for table, rows in result.tables.items():
@@ -91,8 +94,12 @@ def _show(snapshot: Snapshot, result: Result, folder, name: str) -> dict:
     print(f"{f['run']}, step {f['step']}, checkpoint {f['hash']}")
     print("\n".join(lines(result)))
     print(f"written: {folder / stem}.json, {len(result.tables)} table(s) as CSV, {len(pictures)} picture(s)")
-    tracking.send_evaluation(snapshot.run.workdir, snapshot.run.config, name, snapshot.step, pictures)
+    tracking.send_evaluation(snapshot.run.workdir, snapshot.run.config, name, snapshot.step, pictures, result.tables)
     return written
+
+
+def _in_name(value) -> str:
+    return "+".join(map(str, value)) if isinstance(value, tuple) else str(value).replace(",", "+")
 
 
 def figures(snapshot: Snapshot, result: Result) -> dict:
@@ -135,8 +142,9 @@ def lines(result: Result) -> list[str]:
         ]
     if result.task == "heads":
         chance = {"head": "chance", "reading": ""} | f["chance"]
+        minimum = f", minimum over periods {f['periods']}" if f["periods"] != [0] else ""
         return [
-            f"induction: prefix matching on {f['induction_probe']}, minimum over periods {f['periods']}",
+            f"induction: prefix matching on {f['induction_probe']}{minimum}",
             *tables.text([chance, *t["heads"]], HEAD_COLUMNS),
             f"{f['share_without_reading']:.0%} of the heads have no reading; induction heads: "
             f"{', '.join(f['induction_heads']) or 'none'}; why each: the column `rule` of the CSV",
@@ -154,13 +162,14 @@ def lines(result: Result) -> list[str]:
 def grid(rows: list[dict]) -> list[dict]:
     """The whole grid as one table: a row a set, a column for each replacement x downstream, and the controls' median
     of the first way beside it."""
-    found = {}
+    found, first = {}, f"{rows[0]['replacement']} {rows[0]['downstream']}"
     for row in rows:
         mark = "•" if row["off_distribution"] else ""
         cells = found.setdefault(row["set"], {"set": row["set"]})
-        cells[f"{row['replacement']} {row['downstream']}"] = f"{row['icl_removed']:.2f}{mark}"
-        if row.get("control_icl_removed") is not None and "controls" not in cells:
-            cells["controls"] = f"{row['control_icl_removed']:.2f} of {row['controls']}"
+        way = f"{row['replacement']} {row['downstream']}"
+        cells[way] = f"{row['icl_removed']:.2f}{mark}"
+        if way == first and row["control_icl_removed"] is not None:
+            cells[f"controls, {first}"] = f"{row['control_icl_removed']:.2f} of {row['controls']}"
     columns = dict.fromkeys(c for cells in found.values() for c in cells)
     return [{c: cells.get(c, "-") for c in columns} for cells in found.values()]
 

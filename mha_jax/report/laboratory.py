@@ -95,8 +95,9 @@ def pruning_figure(result) -> Figure:
         series = {o: np.array([[r["share_removed"], np.nan if r[key] is None else r[key]] for r in rows
                                if r["order"] == o]).T for o in orders}  # fmt: skip
         if drawn:
-            y = np.stack([series[o][1] for o in drawn])
-            ax.fill_between(series[drawn[0]][0], y.min(0), y.max(0), color="#e2e2e2", linewidth=0,
+            x = np.unique(np.concatenate([series[o][0] for o in drawn]))  # of unequal groups each order has its own
+            y = np.stack([np.interp(x, *series[o]) for o in drawn])
+            ax.fill_between(x, y.min(0), y.max(0), color="#e2e2e2", linewidth=0,
                             label=f"{len(drawn)} random orders: range")  # fmt: skip
         for i, o in enumerate(named):
             style = {"color": PALETTE[i % len(PALETTE)], "linestyle": ("-", "--", ":")[i // len(PALETTE) % 3]}

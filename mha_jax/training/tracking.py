@@ -170,8 +170,10 @@ class Tracker:
             self._wandb = None
 
 
-def send_evaluation(workdir: pathlib.Path, config: Config, name: str, step: int, pictures: dict, say=print):
-    """The pictures of an evaluation to the run's own W&B page, where it has one and W&B is on."""
+def send_evaluation(workdir: pathlib.Path, config: Config, name: str, step: int, pictures: dict, tables: dict,
+                    say=print):  # fmt: skip
+    """The pictures and tables (rows of dicts, by name) of an evaluation to the run's own W&B page, where it has one and
+    W&B is on."""
     id_file, mode = workdir / "wandb_id.txt", _mode(config.tracking)
     if mode in (None, "disabled") or not id_file.exists():
         return
@@ -181,8 +183,12 @@ def send_evaluation(workdir: pathlib.Path, config: Config, name: str, step: int,
         run_id, cfg = id_file.read_text().split()[0], config.tracking
         run = wandb.init(project=cfg.project, entity=cfg.entity, mode=mode, resume="allow", id=run_id,
                          dir=str(workdir), settings=_settings(cfg))  # fmt: skip
-        run.log({"step": step} | {f"eval/{name}/{key or 'figure'}": wandb.Image(str(path))
-                                  for key, path in pictures.items()})  # fmt: skip
+        shown = {f"eval/{name}/{key or 'figure'}": wandb.Image(str(path)) for key, path in pictures.items()}
+        for key, rows in tables.items():
+            columns = list(dict.fromkeys(c for row in rows for c in row))
+            cells = [[row.get(c) for c in columns] for row in rows]
+            shown[f"eval/{name}/table/{key}"] = wandb.Table(columns=columns, data=cells)
+        run.log({"step": step} | shown)
         run.finish()
     except Exception as error:
         say(f"W&B is off: {first_line(error)}; the folder has everything")

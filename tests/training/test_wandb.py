@@ -14,7 +14,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 import jax.numpy as jnp
 import pytest
 
-from mha_jax.training.tracking import Tracker, drop_after, read_metrics
+from mha_jax.training.tracking import Tracker, drop_after, read_metrics, send_evaluation
 from tests.training import tiny
 
 ROOT = pathlib.Path(__file__).parents[2]
@@ -31,6 +31,7 @@ class FakeWandb(types.ModuleType):
         self.util = types.SimpleNamespace()
         self.Settings = dict
         self.Image = lambda path: f"image of {path}"
+        self.Table = lambda columns, data: (columns, data)
 
     def init(self, **kwargs):
         self._break("init")
@@ -44,7 +45,7 @@ class FakeWandb(types.ModuleType):
         self._break("log")
         self.lines.append(values)
 
-    def _finish(self, exit_code):
+    def _finish(self, exit_code=0):
         self._break("finish")
         self.finished.append(exit_code)
 
@@ -59,6 +60,19 @@ def wandb(monkeypatch):
     monkeypatch.setitem(sys.modules, "wandb", fake)
     monkeypatch.setenv("WANDB_API_KEY", 40 * "0")
     return fake
+
+
+def test_an_evaluation_goes_to_the_page_of_its_run_pictures_and_tables(tmp_path, wandb):
+    rows, said = [{"head": "L0H0", "loss": 1.0}, {"head": "L0H1", "control": 2.0}], []
+    send_evaluation(tmp_path, online(), "ablate", 30, {"": "a.png", "edges": "b.png"}, {"sets": rows}, said.append)
+    assert wandb.inits == [], "no page, nothing to add to"
+    (tmp_path / "wandb_id.txt").write_text("abc123 1\n")
+    send_evaluation(tmp_path, online(), "ablate", 30, {"": "a.png", "edges": "b.png"}, {"sets": rows}, said.append)
+    assert (wandb.inits[0]["id"], wandb.inits[0]["resume"], wandb.finished, said) == ("abc123", "allow", [0], [])
+    assert wandb.lines == [{
+        "step": 30, "eval/ablate/figure": "image of a.png", "eval/ablate/edges": "image of b.png",
+        "eval/ablate/table/sets": (["head", "loss", "control"], [["L0H0", 1.0, None], ["L0H1", None, 2.0]]),
+    }]  # fmt: skip
 
 
 @pytest.mark.usefixtures("no_key")
