@@ -54,12 +54,14 @@ def prune(snapshot: Snapshot, *, unit: str = "head", orders=ORDERS, rows: int | 
     check_choices("unit", (unit,), importance.UNITS)
     subject, panel, e = snapshot.subject, snapshot.panel, snapshot.panel.evaluation
     tokens_RU, calibration_RU = evaluation_rows(snapshot, rows), panel.source.calibration(score_rows)
-    found = find_orders(snapshot, calibration_RU, unit, orders, seed, say)
+    num_units = len(curves.units(subject, unit))
+    total = sum(RANDOM if name == "random" else 1 for name in orders) + num_units * ("greedy" in orders)
+    found = find_orders(snapshot, calibration_RU, unit, orders, seed, say, lambda: progress(1, total))
     _, repeats_QRT = panel.repeats["induction"]
     measured = {}
     for name, order in found.items():
         measured[name] = curves.curve(subject, tokens_RU, order, repeats_QRT, panel.chance_P["induction"])
-        progress(1, len(found))
+        progress(1, total)
     R, heads = len(tokens_RU), len(subject.heads)
     table = [
         {"order": name, "units_removed": int(c.count_C[i]), "heads_removed": int(c.heads_C[i]),
@@ -74,15 +76,18 @@ def prune(snapshot: Snapshot, *, unit: str = "head", orders=ORDERS, rows: int | 
         "unit": unit, "sequences": R, "calibration_sequences": len(calibration_RU), "seed": seed,
         "replacement": "zero", "downstream": "live", "orders": {name: MEANING[name] for name in orders},
         "importance": importance.DEFINITIONS,
-        "removable": "heads gone before the loss is first more than so many nats above the whole model's",
+        "removable": "heads gone before the loss is first more than so many nats above the whole model's, of the "
+                     "numbers of units that the curves were measured at",
     }  # fmt: skip
     names = {name: [" ".join(head_name(*h) for h in heads) for heads in order] for name, order in found.items()}
     listed = [{"order": name, "place": i, "heads": h} for name, order in names.items() for i, h in enumerate(order)]
     return Result("prune", facts, {"curves": table, "removable": removable, "orders": listed})
 
 
-def find_orders(snapshot: Snapshot, calibration_RU, unit: str, orders, seed: int, say) -> dict[str, curves.Units]:
-    """{name: units in the order in which they go}; `random` becomes random_0, random_1, ..."""
+def find_orders(snapshot: Snapshot, calibration_RU, unit: str, orders, seed: int, say,
+                one_done=lambda: None) -> dict[str, curves.Units]:  # fmt: skip
+    """{name: units in the order in which they go}; `random` becomes random_0, random_1, ... one_done: called after
+    each unit of the greedy order."""
     subject, chosen = snapshot.subject, curves.units(snapshot.subject, unit)
     found = {}
     for name in orders:
@@ -101,8 +106,11 @@ def find_orders(snapshot: Snapshot, calibration_RU, unit: str, orders, seed: int
         elif name == "greedy":
             few_RU = calibration_RU[: max(2, GREEDY_TOKENS // calibration_RU.shape[1])]
             say(f"greedy elimination of {len(chosen)} units on {len(few_RU)} sequences: about "
-                f"{_greedy_minutes(snapshot, few_RU, chosen):.1f} minutes")  # fmt: skip
-            found[name] = list(curves.greedy(subject, few_RU, unit))
+                f"{_greedy_minutes(snapshot, few_RU, chosen):.1f} minutes, and compilation")  # fmt: skip
+            found[name] = []
+            for cheapest in curves.greedy(subject, few_RU, unit):
+                found[name].append(cheapest)
+                one_done()
         else:
             rng = np.random.default_rng(seed)
             found |= {f"random_{i}": [chosen[j] for j in rng.permutation(len(chosen))] for i in range(RANDOM)}

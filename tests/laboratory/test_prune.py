@@ -98,7 +98,8 @@ def test_a_kv_group_goes_at_once(groups):
         small.loss_without(small.parse(first)).mean(), abs=1e-5)  # fmt: skip
     assert found.facts["unit"] == "group" and {r["heads"] for r in found.tables["removable"]} == {8}
     (greedy,) = said
-    assert greedy.startswith("greedy elimination of 4 units on 8 sequences: about ") and greedy.endswith(" minutes")
+    assert greedy.startswith("greedy elimination of 4 units on 8 sequences: about ") and greedy.endswith(
+        " minutes, and compilation")
 
 
 def test_the_raw_order_is_that_of_the_gradient():
