@@ -37,7 +37,7 @@ def ablate(snapshot: Snapshot, *, heads=None, replacements=ablation.REPLACEMENTS
     special = special_heads(snapshot)
     named = all_sets(snapshot.subject, special, heads)
     matched = {n: sets.controls(snapshot.subject, n.heads, special["induction heads"], seed, controls)
-               for n in named if n.kind in ("named", "head")}  # fmt: skip
+               for n in named}  # fmt: skip
     extra = {s for of_set, _ in matched.values() for s in of_set} - {n.heads for n in named}
     swept = named + [sets.Named("", "control", heads) for heads in sorted(extra)]
     single = [n for n in named if n.kind == "head"]
@@ -52,6 +52,7 @@ def ablate(snapshot: Snapshot, *, heads=None, replacements=ablation.REPLACEMENTS
             found = ablation.sweep(
                 snapshot.subject, tokens_RU, sets.mask(snapshot.subject, [n.heads for n in chosen]),
                 ablation.Way(how, what, value), repeats_QRT=snapshot.panel.repeats["induction"][1],
+                seed=seed,
                 progress=lambda done: progress(done, total),
             )  # fmt: skip
             cost = cost_of(snapshot, found.whole_RT, found.loss_PSRT, seed)
@@ -63,10 +64,8 @@ def ablate(snapshot: Snapshot, *, heads=None, replacements=ablation.REPLACEMENTS
                 row = {"set": n.name, "kind": n.kind, "heads": " ".join(head_name(*h) for h in n.heads),
                        "replacement": how, "downstream": what}  # fmt: skip
                 row |= _row(cost, i) | _others(snapshot, found, n, i)
-                if how != "tie" and n in matched:
-                    of_set, reason = matched[n]
-                    row |= _controls(cost, [place[s] for s in of_set], reason)
-                table.append(row)
+                of_set, reason = ((), "one pattern for a whole layer: no set to match") if how == "tie" else matched[n]
+                table.append(row | _controls(cost, [place[s] for s in of_set], reason))
     score, error = (snapshot.reading.values[k] for k in ("icl/score", "icl/score_se"))
     facts = provenance(snapshot) | {
         "sequences": len(tokens_RU),
@@ -129,14 +128,18 @@ def _row(cost: Effects, i: int) -> dict:
 
 
 def _others(snapshot: Snapshot, found: ablation.Sweep, named: sets.Named, i: int) -> dict:
-    """The strongest prefix matching outside the set, under the ablation; null where it was not measured."""
-    if found.prefix_SQLN is None:
-        return {"others_best_head": None, "others_prefix_matching": None}
-    pm = curves.matching_without(found.prefix_SQLN[i], snapshot.panel.chance_P["induction"], named.heads)
-    best = induction.best_head(pm.strength_LN)
-    some = best[0] >= 0
-    return {"others_best_head": head_name(*best) if some else None,
-            "others_prefix_matching": float(pm.score_LN[best]) if some else None}  # fmt: skip
+    """The strongest prefix matching outside the set under the ablation, and its change: less the strongest outside
+    the set in the whole model. null where it was not measured."""
+    names = "others_best_head", "others_prefix_matching", "others_prefix_matching_change"
+    if found.prefix_SQLN is None or set(named.heads) == set(snapshot.subject.heads):
+        return dict.fromkeys(names)
+    strongest = []
+    for prefix_QLN in (found.prefix_SQLN[i], snapshot.reading.arrays["induction_PLN"]):
+        pm = curves.matching_without(prefix_QLN, snapshot.panel.chance_P["induction"], named.heads)
+        best = induction.best_head(pm.strength_LN)
+        strongest.append((best, float(pm.score_LN[best])))
+    (best, score), (_, whole) = strongest
+    return dict(zip(names, (head_name(*best), score, score - whole), strict=True))
 
 
 def _controls(cost: Effects, at: list[int], reason: str | None) -> dict:

@@ -1,7 +1,7 @@
 """Edges: what an induction head loses when one lower head is taken from its queries, keys or values alone."""
 import numpy as np
 
-from mha_jax.laboratory.result import cost_of, evaluation_rows
+from mha_jax.laboratory.result import cost_of
 from mha_jax.probes import circuits
 from mha_jax.probes.panel import head_name
 from mha_jax.pruning import edges
@@ -24,7 +24,7 @@ def edge_table(snapshot: Snapshot, seed: int = 0) -> list[dict]:
     found = edges.between(subject.heads, targets)
     if not found:
         return []
-    tokens_RU = evaluation_rows(snapshot, snapshot.run.config.probes.rows)
+    tokens_RU = panel.evaluation.tokens_RU[: snapshot.run.config.probes.rows]
     cuts = edges.cut_edges(subject, tokens_RU, found, panel.repeats["induction"][1])
     cost = cost_of(snapshot, cuts.whole_RT, cuts.loss_ERT[None], seed)
     composed = circuits.composition(subject.params, subject.cfg)

@@ -5,6 +5,7 @@ import numpy as np
 
 from mha_jax.config import ConfigError
 from mha_jax.data.source import Evaluation
+from mha_jax.probes import icl
 from mha_jax.pruning.effects import Effects, effects
 from mha_jax.run import Snapshot
 from mha_jax.training.folder import DEFINITIONS
@@ -42,11 +43,12 @@ def check_choices(key: str, chosen, allowed):
 
 
 def evaluation_rows(snapshot: Snapshot, rows: int | None) -> np.ndarray:
-    """The first `rows` evaluation rows. ConfigError when there are fewer."""
-    tokens_RU = snapshot.panel.evaluation.tokens_RU
-    rows = len(tokens_RU) if rows is None else rows
+    """The first `rows` evaluation rows. ConfigError when there are fewer, or too few for an ICL score."""
+    e = snapshot.panel.evaluation
+    tokens_RU, rows = e.tokens_RU, len(e.tokens_RU) if rows is None else rows
     if not 2 <= rows <= len(tokens_RU):
         raise ConfigError(f"--rows={rows}: allowed are 2 to config.data.eval_rows = {len(tokens_RU)}")
+    icl.check_windows(e.early_RT[:rows], e.late_RT[:rows], "--rows")
     return tokens_RU[:rows]
 
 

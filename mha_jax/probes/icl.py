@@ -48,14 +48,15 @@ def icl_score(loss_BT, early_BT, late_BT):
     return late - early, jnp.sqrt(variance)
 
 
-def check_windows(early_BT, late_BT):
+def check_windows(early_BT, late_BT, key: str = "config.data.eval_rows"):
     """ConfigError when the frozen rows have no ICL score: in `trigger` the windows are where the triggers fell.
 
-    Host function, masks bool [B, T]. A score takes a token in each window, its standard error two rows with one.
+    Host function, masks bool [B, T]; `key` set their number. A score takes a token in each window, its standard
+    error two rows with one.
     """
     early, late, rows = int(early_BT.sum()), int(late_BT.sum()), int((early_BT | late_BT).any(1).sum())
     if not early or not late or rows < 2:
-        raise ConfigError(f"config.data.eval_rows = {len(early_BT)}, config.data.length = {early_BT.shape[1]}: the "
+        raise ConfigError(f"{key} = {len(early_BT)}, config.data.length = {early_BT.shape[1]}: the "
                           f"evaluation rows have {early} tokens in the early ICL window and {late} in the late one, in "
                           f"{rows} rows; allowed is 1 in each, in 2 rows: raise one or the other")  # fmt: skip
 

@@ -136,13 +136,13 @@ class Sweep:
     ratio: float | None
 
 
-def sweep(subject: Subject, tokens_RU, sets_SLN, way: Way, *, repeats_QRT=None,
+def sweep(subject: Subject, tokens_RU, sets_SLN, way: Way, *, repeats_QRT=None, seed: int = 0,
           progress: Callable[[int], None] = lambda evaluations: None) -> Sweep:  # fmt: skip
     """Ablates every set on every row.
 
     tokens_RU int. repeats_QRT: repeated blocks, as long as the rows, for the prefix matching of all heads; `mean` is
-    the same there, `resample` takes z of another of the blocks. progress is told after each chunk how many rows it
-    evaluated. ValueError for `tie` on a set that is not a single head.
+    the same there, `resample` takes z of another of the blocks, by as many permutations of `seed`. progress is told
+    after each chunk how many rows it evaluated. ValueError for `tie` on a set that is not a single head.
     """
     sets_SLN = np.asarray(sets_SLN, bool)
     if way.replacement == "tie" and (sets_SLN.sum((1, 2)) != 1).any():
@@ -175,8 +175,12 @@ def sweep(subject: Subject, tokens_RU, sets_SLN, way: Way, *, repeats_QRT=None,
             clock.append(seconds)
         prefix = None
         if repeats_QRT is not None and way.downstream == "live":
-            of_mean = values_PLRTNH if way.replacement == "mean" else None
-            prefix = np.stack([_prefix(subject, tokens_BT, sets_SLN, way, of_mean) for tokens_BT in repeats_QRT], 1)
+            def values_of(tokens_BT):
+                padded_BU = np.pad(tokens_BT, ((0, 0), (0, 1)))
+                return resampled_values(subject, padded_BU, seed, P) if way.replacement == "resample" else values_PLRTNH
+
+            prefix = np.stack([_prefix(subject, tokens_BT, sets_SLN, way, values_of(tokens_BT))
+                               for tokens_BT in repeats_QRT], 1)  # fmt: skip
     whole, swept = np.median(clock[1:], axis=0) if len(clock) > 2 else (0.0, 0.0)
     return Sweep(whole_RT, loss_PSRT, prefix, float(swept / (P * len(sets_SLN) * whole)) if whole else None)
 
@@ -189,11 +193,9 @@ def _timed(seconds: list[float], i: int):
 
 
 def _prefix(subject: Subject, tokens_BT, sets_SLN, way: Way, value_PLRTNH=None):
-    """prefix_SLN on one repeat length; below a set's lowest layer the whole model's."""
+    """prefix_SLN on one repeat length, mean over the P values; below a set's lowest layer the whole model's."""
     uniform_TS = jnp.asarray(induction.uniform_pattern(tokens_BT.shape[1], subject.cfg.window))
-    if way.replacement == "resample":
-        value_PLRTNH = resampled_values(subject, np.pad(tokens_BT, ((0, 0), (0, 1))), seed=0, permutations=1)
-    value = None if value_PLRTNH is None else jnp.asarray(value_PLRTNH[0])
+    values = [None] if value_PLRTNH is None else [jnp.asarray(value_LRTNH) for value_LRTNH in value_PLRTNH]
     tokens_BT = subject.place(tokens_BT)
     aux = _clean(subject.graph, subject.params, tokens_BT, capture=("resid", "pattern"))
     whole_LN = np.array(induction.target_mass(aux.pattern_LBNTS, induction.prefix_targets(tokens_BT)))
@@ -201,10 +203,10 @@ def _prefix(subject: Subject, tokens_BT, sets_SLN, way: Way, value_PLRTNH=None):
     out_SLN = np.repeat(whole_LN[None], len(sets_SLN), 0)
     touched = np.flatnonzero(sets_SLN.any((1, 2)))  # a set without heads has the whole model's, and maybe no layer
     for start, chosen in by_start(sets_SLN[touched], 8):
-        found = _scores(
+        found = [_scores(
             subject.graph, way, start, subject.params, tokens_BT, aux.resid_MBTD[start], sets_SLN[touched][chosen],
-            value, aux.pattern_LBNTS if way.needs_pattern else None, uniform_TS)  # fmt: skip
-        out_SLN[touched[chosen], start:] = np.asarray(found)
+            value, aux.pattern_LBNTS if way.needs_pattern else None, uniform_TS) for value in values]  # fmt: skip
+        out_SLN[touched[chosen], start:] = np.mean(found, axis=0)
     return out_SLN
 
 

@@ -31,7 +31,7 @@ def test_every_set_stands_in_every_way_once():
     named = {r["set"] for r in table if r["kind"] == "named"}
     assert "best previous-token head" in named  # the model has none above the limit
     assert {r["kind"] for r in table} == {*KINDS, "named"}
-    assert len({tuple(r) for r in table if r["replacement"] != "tie" and r["kind"] in ("head", "named")}) == 1
+    assert len({tuple(r) for r in table}) == 1
     assert set(small.ablated().facts["ways"]) == {" x ".join(way) for way in WAYS}
     assert rows(set="L0K1", replacement="zero", downstream="live")["L0K1"]["heads"] == "L0H2 L0H3"
     assert rows(set="only L1H2", replacement="mean", downstream="live")["only L1H2"]["heads"] == "L1H0 L1H1 L1H3"
@@ -71,6 +71,12 @@ def test_the_other_heads_match_prefixes_as_before_where_nothing_below_them_went(
             best = np.unravel_index(others.argmax(), others.shape)
             assert row["others_best_head"] == "L{}H{}".format(*best)
             assert row["others_prefix_matching"] == pytest.approx(found.score_LN[best], abs=1e-6)
+            assert row["others_prefix_matching_change"] == pytest.approx(0, abs=1e-6), name
+    change = {n: r["others_prefix_matching_change"] for n, r in rows(replacement="zero", downstream="live").items()}
+    row, whole = rows(replacement="zero", downstream="live")["L0H1"], found.score_LN.copy()
+    whole[0, 1] = -1
+    best = np.unravel_index(np.where(whole < 0, -1, found.strength_LN).argmax(), whole.shape)
+    assert change["L0H1"] == pytest.approx(row["others_prefix_matching"] - whole[best], abs=1e-6) != 0
     below = rows(replacement="zero", downstream="live", kind="only")
     assert len({r["others_prefix_matching"] for name, r in below.items() if "L0" in name}) == 4
     for what in DOWNSTREAM:  # frozen patterns are those of the whole model and say nothing
@@ -88,6 +94,13 @@ def test_controls_are_other_heads_of_the_same_layers():
         assert row["controls"] == 3 and row["controls_missing"] is None
         assert (row["control_icl_removed"], row["control_icl_removed_low"], row["control_icl_removed_high"]) == (
             pytest.approx(middle), pytest.approx(low), pytest.approx(high))  # fmt: skip
+    groups = rows(kind="group", replacement="zero", downstream="live")
+    assert {r["controls"] for r in groups.values()} == {1}, "of four heads the two others"
+    assert groups["L0K1"]["control_icl_removed"] == pytest.approx(groups["L0K0"]["icl_removed"], abs=1e-6)
+    assert {r["controls_missing"] for r in rows(kind="layer", replacement="mean", downstream="live").values()} == {
+        "layer 0 has 0 spare head(s), the set takes 4", "layer 1 has 0 spare head(s), the set takes 4"}  # fmt: skip
+    tied = rows(replacement="tie", downstream="live").values()
+    assert all(r["controls"] == 0 and r["controls_missing"] for r in tied)
     found = ablate.ablate(small.snapshot(), heads=[(1, 1), (0, 0), (1, 0), (1, 3)], replacements=("zero",),
                           downstream=("live",))  # fmt: skip
     own = found.tables["sets"][0]

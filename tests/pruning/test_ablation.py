@@ -9,7 +9,7 @@ from jax.sharding import AxisType, Mesh
 
 from mha_jax.model import transformer
 from mha_jax.model.interventions import Interventions
-from mha_jax.probes import behaviour
+from mha_jax.probes import behaviour, induction
 from mha_jax.probes.subject import Subject
 from mha_jax.pruning import ablation, sets
 from tests.model import oracle
@@ -177,6 +177,22 @@ def test_prefix_matching_of_the_others_is_measured_under_every_live_way(way):
     assert np.abs(found.prefix_SQLN[0, 0, 1:] - whole_LN[1:]).max() > 1e-4  # above it everything may
     frozen = ablation.sweep(s, tokens, chosen, ablation.Way("zero", "frozen"), repeats_QRT=blocks)
     assert frozen.prefix_SQLN is None
+
+
+def test_prefix_matching_under_resampling_is_the_mean_over_permutations():
+    s = subject(2)
+    tokens, blocks = rows(s), np.tile(rows(s, 5, 4)[:, :3], (1, 2))
+    way = ablation.Way("resample", "live", ablation.resampled_values(s, tokens, 0, 3))
+    set_SLN = sets.mask(s, [((0, 1),)])
+    found = ablation.sweep(s, tokens, set_SLN, way, repeats_QRT=blocks[None], seed=7).prefix_SQLN[0, 0]
+    rng, z = np.random.default_rng(7), np.stack(z_of(s, np.pad(blocks, ((0, 0), (0, 1)))))
+    scores = []
+    for order in [ablation.one_cycle(rng, 4) for _ in range(3)]:
+        change = Interventions(replace_LN=set_SLN[0], value_LBTNH=z[:, order].astype(np.float32))
+        pattern = s.forward(blocks, capture=("pattern",), interventions=change)[1].pattern_LBNTS
+        scores.append(np.asarray(induction.target_mass(pattern, induction.prefix_targets(blocks))))
+    np.testing.assert_allclose(found, np.mean(scores, 0), atol=2e-5)
+    assert np.ptp(scores, axis=0).max() > 1e-3, "permutations differ"
 
 
 def test_resampling_leaves_nothing_in_place_and_takes_one_source_for_all_heads():
