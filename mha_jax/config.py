@@ -60,8 +60,10 @@ class DataConfig:
     table_seed: int = 0
     random_triggers: bool = False
     trigger_prior: float = 0.1
-    dataset: str = "stdlib"  # text: stdlib, or what TFDS has prepared (a name or a directory)
-    tokenizer: str = "bpe"
+    dataset: str = "stdlib"  # text: stdlib, files:GLOB, or what TFDS has prepared (a name or a directory)
+    field: Optional[str] = None  # where the text is; default 'text', or a TFDS dataset's only text feature
+    validation: str = "auto"  # held out: 5% or a number of documents; auto: the dataset's own split, or else 5%
+    tokenizer: str = "bpe"  # bpe (trained on the corpus), bytes, or the path of a tokenizer.json
     packing: str = "concatenated"
     cache_dir: str = "~/.cache/mha_jax"
 

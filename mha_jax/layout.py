@@ -25,3 +25,19 @@ def residual_sharding(mesh: Mesh) -> NamedSharding:
 def put_rows(mesh: Mesh, rows: np.ndarray, leading: int = 0) -> jax.Array:
     """A host array onto the mesh, each process placing only the rows its devices hold."""
     return jax.make_array_from_callback(rows.shape, batch_sharding(mesh, leading), lambda index: rows[index])
+
+
+def local_rows(mesh: Mesh, rows: int) -> np.ndarray:
+    """The rows of a batch of `rows` that this process's devices hold, ascending."""
+    where = batch_sharding(mesh).addressable_devices_indices_map((rows,))
+    return np.unique(np.concatenate([np.arange(rows)[index] for index in where.values()]))
+
+
+def put_local(mesh: Mesh, local: np.ndarray, at: np.ndarray, rows: int) -> jax.Array:
+    """[n, rows, ...] on the mesh from the rows `at` alone, [n, len(at), ...]: those of `local_rows`."""
+
+    def of_device(index):
+        first, stop, _ = index[1].indices(rows)
+        return local[:, np.searchsorted(at, first) : np.searchsorted(at, stop)]
+
+    return jax.make_array_from_callback((len(local), rows, *local.shape[2:]), batch_sharding(mesh, 1), of_device)

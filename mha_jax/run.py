@@ -12,8 +12,8 @@ import jax
 from jax.sharding import Mesh
 
 from mha_jax.config import Config, ConfigError
+from mha_jax.data import tokenizer
 from mha_jax.data.source import make_source
-from mha_jax.data.tokenizer import Tokenizer
 from mha_jax.model import transformer
 from mha_jax.probes.panel import Panel, Reading
 from mha_jax.probes.subject import Subject
@@ -96,5 +96,5 @@ def open_run(workdir) -> Run:
     config = folder.read_config(workdir)
     mesh = sharding.evaluation_mesh(config)
     saved = workdir / "tokenizer.json"
-    source = make_source(config, mesh, Tokenizer.load(saved) if saved.exists() else None)
+    source = make_source(config, mesh, tokenizer.load(saved) if saved.exists() else None)
     return Run(workdir, config, mesh, Checkpoints(workdir, config.checkpoint), Panel(config, source, mesh))

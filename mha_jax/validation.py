@@ -10,6 +10,7 @@ import types
 import typing
 
 from mha_jax import config as configs
+from mha_jax import held_out
 from mha_jax.config import SMALL_VOCAB, Config, ConfigError, DataConfig, ModelConfig
 from mha_jax.schedule import Schedule
 
@@ -24,7 +25,6 @@ CHOICES = {
     "model.matmul_precision": ("default", "high", "highest"),
     "data.task": ("repeat", "trigger", "markov", "text"),
     "data.block": ("distinct", "iid"),
-    "data.tokenizer": ("bpe", "bytes"),
     "data.packing": ("concatenated", "packed"),
     "optimizer.schedule": ("cosine", "constant"),
     "interventions.kind": ("zero", "previous_token", "induction"),
@@ -149,8 +149,12 @@ def _resolve_data(d: DataConfig):
     if d.task == "text":
         if d.tokenizer == "bytes":
             d.vocab_size = 257  # 256 byte values and the end of a document
-        _require(d.vocab_size >= 257, f"config.data.vocab_size = {d.vocab_size}: allowed is 257 or more, "
-                 "256 bytes and the end of a document")  # fmt: skip
+        _require(d.tokenizer in ("bpe", "bytes") or d.tokenizer.endswith(".json"),
+                 f"config.data.tokenizer = {d.tokenizer!r}: allowed are bpe, bytes, or the path of a tokenizer.json")
+        _require(held_out.is_valid(d.validation), f"config.data.validation = {d.validation!r}: allowed are auto, a "
+                 "share such as 5%, or a number of documents")  # fmt: skip
+        _require(d.vocab_size >= 257 or d.tokenizer != "bpe", f"config.data.vocab_size = {d.vocab_size}: allowed is "
+                 "257 or more, 256 bytes and the end of a document")  # fmt: skip
 
 
 def _resolve_model(m: ModelConfig, d: DataConfig):

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from mha_jax.config import CheckpointConfig, Config, ConfigError, DataConfig, ModelConfig, ProbesConfig
-from mha_jax.data.tokenizer import Tokenizer
+from mha_jax.data.tokenizer import load
 from mha_jax.model import transformer
 from mha_jax.probes import icl, induction
 from mha_jax.run import open_run
@@ -80,7 +80,7 @@ def test_a_saved_step_measures_what_was_logged_there_bit_for_bit(run, opened):
 def test_copied_pairs_that_training_made_frequent_stand_apart(run, opened):
     """A pair is frequent when its second token follows the first in a tenth of the cases or more, by NumPy's count."""
     values, text = opened.at(6).reading.values, opened.panel.source.text
-    tokens, flat, V = opened.panel.evaluation.tokens_RU, text.train.flat, text.tokenizer.vocab_size
+    tokens, flat, V = opened.panel.evaluation.tokens_RU, text.train.tokens(), text.tokenizer.vocab_size
     pairs = np.zeros((V, V))
     np.add.at(pairs, (flat[:-1], flat[1:]), 1)
     share = pairs / np.maximum(pairs.sum(1, keepdims=True), 1)
@@ -103,7 +103,7 @@ def test_prefix_matching_is_on_spans_of_the_corpus_and_on_random_blocks_beside_t
             np.testing.assert_array_equal(arrays[f"{name}_periods_P"], (8, 16))
         assert (arrays["induction_PLN"] != arrays["induction_random_PLN"]).all()
     # The spans as the tokenizer of the folder reads them: in one validation document each, and periodic.
-    tokenizer = Tokenizer.load(workdir / "tokenizer.json")
+    tokenizer = load(workdir / "tokenizer.json")
     validation = [text.decode() for text in documents(1, 8, 30)]
     for period, spans in zip(*opened.panel.repeats["induction"], strict=True):
         for row in spans:
@@ -131,7 +131,7 @@ def test_the_summary_names_the_probe_and_the_packing(run):
 
 
 def test_the_folder_keeps_the_tokenizer_that_made_its_tokens(run, opened):
-    tokenizer = Tokenizer.load(run[1] / "tokenizer.json")
+    tokenizer = load(run[1] / "tokenizer.json")
     assert tokenizer.vocab_size == VOCAB and tokenizer.merges
     assert opened.panel.source.tokenizer == tokenizer
     (meta,) = {opened.checkpoints.meta(step)["data"] for step in (0, 3, 6)}

@@ -7,12 +7,9 @@ that takes a GPU's memory before JAX does. Reading a prepared dataset opens no s
 import contextlib
 import dataclasses
 import difflib
-import hashlib
 import io
 import pathlib
 import re
-import sys
-import sysconfig
 from collections.abc import Iterator, Sequence
 
 import tensorflow_datasets as tfds
@@ -20,74 +17,16 @@ from absl import logging
 from tensorflow_datasets.core import constants, naming, read_only_builder, registered
 
 from mha_jax.config import ConfigError
+from mha_jax.data import files
+from mha_jax.data.cache import content_hash, digest
+from mha_jax.data.stdlib import PythonStdlib
+from mha_jax.held_out import AUTO, AUTO_PERCENT, held_out
 
-VALIDATION_PERCENT = 5
-# Left out: other people's packages, tests (constructed strings and tables, not code one would write), and
-# what the installation generates about its own machine.
-_NOT_SOURCE = ["site-packages", "dist-packages", "__pycache__", "test", "tests", "idle_test"]
-_GENERATED = ("_sysconfigdata", "config-", "sitecustomize.py")
-
-
-def source_paths(root: pathlib.Path) -> list[str]:
-    """Sorted relative paths (with /) of the *.py files below `root`, tests and site-packages left out."""
-    paths = (path.relative_to(root) for path in pathlib.Path(root).rglob("*.py"))
-    return sorted(p.as_posix() for p in paths if not any(_left_out(part) for part in p.parts))
-
-
-def _left_out(part: str) -> bool:
-    return part in _NOT_SOURCE or part.startswith(_GENERATED)
-
-
-def split_of(path: str) -> str:
-    """'validation' for about 5 % of relative paths, else 'train': a hash of the path alone, so that no seed,
-    process count or other document moves a document from one split to the other."""
-    percent = int.from_bytes(hashlib.sha256(path.encode()).digest()[:8], "big") % 10_000 / 100
-    return "validation" if percent < VALIDATION_PERCENT else "train"
-
-
-class PythonStdlib(tfds.core.GeneratorBasedBuilder, skip_registration=True):
-    """TFDS builder of Python source files below `root` (default: the running Python's standard library).
-
-    Features: `path` (relative to root) and `text` (the file's bytes). Splits: `split_of(path)`. Files of
-    equal content are kept once (the first in path order), so that no text is in both splits. The version is
-    Python's, since the corpus differs from one Python to the next.
-    """
-
-    # Prepared folders are recognised by name and version: a change of the rules above needs another name.
-    name = "python_stdlib"
-    VERSION = tfds.core.Version(".".join(map(str, sys.version_info[:3])))
-
-    def __init__(self, *, root=None, **kwargs):
-        self.root = pathlib.Path(root or sysconfig.get_path("stdlib"))
-        super().__init__(file_format="array_record", **kwargs)
-
-    def _info(self) -> tfds.core.DatasetInfo:
-        features = tfds.features.FeaturesDict({"path": tfds.features.Text(), "text": tfds.features.Text()})
-        return tfds.core.DatasetInfo(builder=self, description=type(self).__doc__, features=features)
-
-    def _split_generators(self, dl_manager):
-        paths, seen = {"train": [], "validation": []}, set()
-        for path in source_paths(self.root):
-            content = hashlib.sha256((self.root / path).read_bytes()).digest()
-            if content not in seen:
-                seen.add(content)
-                paths[split_of(path)].append(path)
-        for split, some in paths.items():
-            if not some:
-                raise ConfigError(
-                    f"config.data.dataset: {len(seen)} Python source files in {self.root} leave none for "
-                    f"{split}: this Python has no standard library in source; name a TFDS dataset"
-                )
-        return {split: self._generate_examples(some) for split, some in paths.items()}
-
-    def _generate_examples(self, paths) -> Iterator[tuple[str, dict]]:
-        for path in paths:
-            yield path, {"path": path, "text": (self.root / path).read_bytes()}
-
-
+HASHES = ".hashes"  # in the data folder: what `content_hash` remembers
+ENVIRONMENT = "it needs an environment with requirements-prepare.txt"
 @dataclasses.dataclass(frozen=True)
 class Documents:
-    """A random-access sequence of one split: item i is TFDS's record i as a dict, with 'text' a str.
+    """A random-access sequence of one split of TFDS's: item i is its record i as a dict, with 'text' a str.
 
     Bytes that are not UTF-8 become U+FFFD (`errors='replace'`). `identity` says what was opened: dataset,
     config, version, split, and the hash of its record files: what is made from documents is kept under it.
@@ -107,32 +46,46 @@ class Documents:
     def __iter__(self) -> Iterator[dict]:
         return (self[i] for i in range(len(self)))
 
+    def texts(self, first: int = 0) -> Iterator[str]:
+        """The texts from document `first` on."""
+        return (self[i]["text"] for i in range(first, len(self)))
 
-def open_documents(dataset: str, data_dir, split: str) -> Documents:
+    @property
+    def left_out(self) -> dict[str, int]:
+        """How many documents are in no split, by reason: TFDS has left out what it would."""
+        return {}
+
+
+def open_documents(
+    dataset: str, data_dir, split: str, validation: str = AUTO, field: str | None = None
+) -> Documents | files.FileDocuments:
     """Opens 'train' or 'validation' of a dataset.
 
-    `dataset`: 'stdlib' (prepared on first use), the folder of a prepared dataset, or the TFDS name of one
-    ('lm1b', 'imdb_reviews/plain_text:1.0.0'), searched in `data_dir` and then in TFDS's own folder
-    ($TFDS_DATA_DIR, else ~/tensorflow_datasets). A dataset without a split 'validation' gives 'test' in its
-    place, or else the last 5 % of its training documents, which 'train' then leaves out.
-    ConfigError, of at most ten lines: unknown or unprepared name, a format without random access, no text
-    feature.
+    `dataset`: 'stdlib' (prepared on first use), 'files:GLOB', the folder of a prepared dataset, or the TFDS name of one
+    ('lm1b', 'imdb_reviews/plain_text:1.0.0'), searched in `data_dir` and then in TFDS's own folder ($TFDS_DATA_DIR,
+    else ~/tensorflow_datasets).
+    `validation`: a share '10%' or a number '90' of the documents of 'train', which 'train' then leaves out: the last
+    ones of a TFDS dataset, in the order of their hashes of files. 'auto' is the dataset's own split 'validation', or
+    'test', or else 5 %. `field`: where the text is; by default 'text', or the only text feature.
+    ConfigError, of at most ten lines: unknown or unprepared name, a format without random access, no text there.
     """
     data_dir = pathlib.Path(data_dir).expanduser()
+    if dataset.startswith(files.PREFIX):
+        return _open_files(dataset, data_dir, split, validation, field or "text")
     if dataset == "stdlib":
         builder = prepare(PythonStdlib(data_dir=data_dir))
     elif dataset.startswith(("/", ".", "~")) or _info_file(dataset).exists():
         builder = _from_folder(dataset)
     else:
         builder = _from_name(dataset, [str(data_dir), constants.get_default_data_dir()])
-    chosen = _chosen_split(dataset, list(builder.info.splits), split)
+    chosen = _chosen_split(dataset, builder.info.splits, split, validation)
     try:
         source = builder.as_data_source(split=chosen)
     except NotImplementedError:
         raise ConfigError(
             f"config.data.dataset = {dataset!r}: {builder.data_dir} is in the format "
-            f"{builder.info.file_format.value}, which has no random access; prepare it again with "
-            "file_format='array_record'"
+            f"{builder.info.file_format.value}, which has no random access; to convert it: "
+            f"python scripts/prepare_tfds.py {builder.data_dir} ({ENVIRONMENT})"
         ) from None
     whole = builder.info.splits[re.sub(r"\[.*", "", chosen)]
     if missing := [str(file) for file in whole.filepaths if not pathlib.Path(file).exists()]:
@@ -146,19 +99,24 @@ def open_documents(dataset: str, data_dir, split: str) -> Documents:
         "version": str(builder.version),
         "split": chosen,
         "documents": len(source),
-        "sha256": _content_hash(whole.filepaths),
+        "sha256": content_hash(whole.filepaths, data_dir / HASHES),
     }
-    return Documents(source, _text_key(dataset, builder.info.features), identity)
+    text_key = _text_key(dataset, builder.info.features, field)
+    return Documents(source, text_key, identity | ({"field": text_key} if field else {}))
 
 
-def _content_hash(files) -> str:
-    """sha256 over the bytes of the record files, in order. TFDS keeps no checksum of what it prepared, and sizes
-    alone would take a corpus that was prepared again for the one before. About a second for a gigabyte."""
-    found = hashlib.sha256()
-    for file in files:
-        with open(file, "rb") as opened:
-            found.update(hashlib.file_digest(opened, "sha256").digest())
-    return found.hexdigest()
+def _open_files(dataset: str, data_dir: pathlib.Path, split: str, validation: str, field: str):
+    paths = files.find(dataset)
+    kinds = "".join("j" if files.is_json_lines(path) else "t" for path in paths)
+    identity = {
+        "name": "files",
+        "split": split,
+        "validation": validation,
+        "field": field,
+        "longest": files.LONGEST,
+        "sha256": digest([content_hash(paths, data_dir / HASHES), kinds]),
+    }
+    return files.FileDocuments(paths, field, validation, identity)
 
 
 def _info_file(folder) -> pathlib.Path:
@@ -227,27 +185,25 @@ def _why_absent(dataset: str, name: str, version: str | None, data_dirs: list[st
     known = tfds.list_builders(with_community_datasets=False)
     hidden = _hidden_names()
     key = f"config.data.dataset = {dataset!r}"
-    options = f"{dataset!r}, data_dir={data_dirs[0]!r}, file_format='array_record'"
-    recipe = f"tfds.builder({options}).download_and_prepare()"
-    command = f'python -c "import tensorflow_datasets as tfds; {recipe}"'
     searched = f"Searched: {', '.join(data_dirs)}"
+    command = f"To prepare it: python scripts/prepare_tfds.py {dataset} --data_dir={data_dirs[0]}"
     if name in known:
         version = version or _version(name)
-        note = "(Some datasets need TensorFlow to be prepared; none needs it to be read.)"
-        return [f"{key}: {name}:{version} is not prepared.", searched, f"To prepare it: {command}", note]
+        note = f"({ENVIRONMENT}, if TFDS asks for TensorFlow; reading never does)"
+        return [f"{key}: {name}:{version} is not prepared.", searched, f"{command} {note}"]
     if name in hidden:
         return [
             f"{key}: not prepared, and TFDS hides this dataset where TensorFlow is missing.",
             searched,
-            f"To prepare it, where TensorFlow is installed: {command}",
-            "Reading it needs no TensorFlow: give the folder it was prepared in, NAME/VERSION.",
+            f"{command} ({ENVIRONMENT})",
+            "Reading it needs no TensorFlow.",
         ]
     close = difflib.get_close_matches(name.lower(), {*known, *hidden, "stdlib"}, 5, 0.6)
     return [
         f"{key}: not prepared, and TFDS knows no such name.",
         searched,
         f"Close names: {', '.join(close) or 'none'}",
-        "Allowed: stdlib, the name of a TFDS dataset, or the folder of a prepared one",
+        "Allowed: stdlib, files:GLOB, the name of a TFDS dataset, or the folder of a prepared one",
     ]
 
 
@@ -264,7 +220,11 @@ def _hidden_names() -> set[str]:
     return {name for name in names if not name.endswith(("_test", "_utils", "__init__"))}
 
 
-def _chosen_split(dataset: str, available: list[str], split: str) -> str:
+def _chosen_split(dataset: str, available, split: str, validation: str) -> str:
+    if validation != AUTO and "train" in available:
+        documents = available["train"].num_examples
+        left = documents - held_out(validation, documents)
+        return f"train[:{left}]" if split == "train" else f"train[{left}:]"
     if split in available and split != "train":
         return split
     if "train" not in available:
@@ -272,19 +232,24 @@ def _chosen_split(dataset: str, available: list[str], split: str) -> str:
             f"config.data.dataset = {dataset!r}: no split 'train'; it has {', '.join(sorted(available))}"
         )
     if split == "train":
-        held_out = {"validation", "test"} & set(available)
-        return "train" if held_out else f"train[:{100 - VALIDATION_PERCENT}%]"
-    chosen = "test" if "test" in available else f"train[{100 - VALIDATION_PERCENT}%:]"
+        others = {"validation", "test"} & set(available)
+        return "train" if others else f"train[:{100 - AUTO_PERCENT}%]"
+    chosen = "test" if "test" in available else f"train[{100 - AUTO_PERCENT}%:]"
     logging.info("%s has no split %r: %r is used in its place", dataset, split, chosen)
     return chosen
 
 
-def _text_key(dataset: str, features) -> str:
+def _text_key(dataset: str, features, field: str | None) -> str:
     scalars = {key: feature for key, feature in features.items() if feature.shape == ()}
     texts = [key for key, feature in scalars.items() if isinstance(feature, tfds.features.Text)]
+    if field is not None:
+        if field not in texts:
+            raise ConfigError(f"config.data.field = {field!r}: {dataset!r} has the text features "
+                              f"{', '.join(sorted(texts))}")  # fmt: skip
+        return field
     if "text" in texts or len(texts) == 1:
         return "text" if "text" in texts else texts[0]
     raise ConfigError(
         f"config.data.dataset = {dataset!r}: no feature 'text', and not one text feature alone; "
-        f"it has {', '.join(sorted(features))}"
+        f"set config.data.field to one of {', '.join(sorted(features))}"
     )

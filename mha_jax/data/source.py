@@ -7,6 +7,7 @@ A batch is a dict of inputs_BT, targets_BT, weights_BT (0 where no loss is due),
 """
 import dataclasses
 import functools
+from concurrent.futures import Future, ThreadPoolExecutor
 
 import jax
 import jax.numpy as jnp
@@ -15,8 +16,8 @@ import numpy as np
 from mha_jax.config import SMALL_VOCAB, Config
 from mha_jax.data import tasks
 from mha_jax.data.text import open_text
-from mha_jax.data.tokenizer import Tokenizer
-from mha_jax.layout import batch_sharding, put_rows
+from mha_jax.data.tokenizer import FileTokenizer, Tokenizer
+from mha_jax.layout import batch_sharding, local_rows, put_local
 
 # Above every run's seed, so evaluation rows are never training rows, and all runs of a task share them.
 EVAL_SEED = 2**31 + 1
@@ -42,7 +43,7 @@ class Evaluation:
 class TaskSource:
     """A synthetic task: rows made on the devices that hold them."""
 
-    tokenizer: Tokenizer | None = None
+    tokenizer = None
     induction_probe = "repeated blocks of distinct random tokens"
 
     def __init__(self, config: Config, mesh):
@@ -73,11 +74,12 @@ class TaskSource:
 
 
 class TextSource:
-    """A corpus, tokenised once; rows are read by the hosts and placed on the devices that hold them."""
+    """A corpus, tokenised once; each process reads the rows its devices hold, those of the next call in the
+    background."""
 
     induction_probe = "repeated spans of the corpus"
 
-    def __init__(self, config: Config, mesh, tokenizer: Tokenizer | None = None):
+    def __init__(self, config: Config, mesh, tokenizer: Tokenizer | FileTokenizer | None = None):
         self.text = open_text(config.data, config.seed, tokenizer)
         self.config, self.mesh = config, mesh
         self.tokenizer = self.text.tokenizer
@@ -85,20 +87,28 @@ class TextSource:
         streams = (self.text.train, self.text.validation)
         self.fingerprint = "-".join(x.fingerprint[:16] for x in (self.tokenizer, *streams))
         self.spans = self.text.spans
+        self._rows_B = local_rows(mesh, config.data.batch_size)
+        self._reader = ThreadPoolExecutor(1, "rows")
+        self._next: tuple[int, Future] | None = None  # the step and batches that are made ahead
 
     def batches(self, step: int, n: int) -> dict:
-        """Batches of steps step .. step + n - 1, stacked: [steps_per_call, B, ...], of which the first n count."""
+        """Batches of steps step .. step + n - 1, stacked: [steps_per_call, B, ...], of which the first n count.
+
+        Those of step + n are then made ahead: what comes next unless something is due before.
+        """
+        ahead, self._next = self._next, None
+        batches = ahead[1].result() if ahead and ahead[0] == step else self._make(step)
+        self._next = step + n, self._reader.submit(self._make, step + n)
+        return batches
+
+    def _make(self, step: int) -> dict:
         B, size = self.config.data.batch_size, self.config.steps_per_call
-        rows = self.text.rows(np.arange(step * B, (step + n) * B))
-
-        def stack(values):
-            full = np.zeros((size, B, *values.shape[1:]), values.dtype)
-            full[:n] = values.reshape(n, B, *values.shape[1:])
-            return put_rows(self.mesh, full, leading=1)
-
+        items = (step + np.arange(size))[:, None] * B + self._rows_B
+        rows = self.text.rows(items.ravel())
         if self.config.data.packing == "concatenated":
             rows |= {"positions_BT": None, "segments_BT": None}
-        return {k: None if v is None else stack(v) for k, v in rows.items()}
+        return {k: None if v is None else put_local(self.mesh, v.reshape(*items.shape, *v.shape[1:]), self._rows_B, B)
+                for k, v in rows.items()}  # fmt: skip
 
     def evaluation(self) -> Evaluation:
         """`data.eval_rows` rows from random offsets inside validation documents."""
@@ -133,7 +143,7 @@ def to_batch(tokens, xp=np) -> dict:
     }
 
 
-def make_source(config: Config, mesh, tokenizer: Tokenizer | None = None):
+def make_source(config: Config, mesh, tokenizer: Tokenizer | FileTokenizer | None = None):
     """The source of a resolved config; `tokenizer` of an existing run. ConfigError when its data is not there."""
     if config.data.task == "text":
         return TextSource(config, mesh, tokenizer)

@@ -1,21 +1,13 @@
-"""Text as training rows: tokenised once into memory-mapped files, then cut, shuffled and indexed without any
-state.
+"""Text as training rows: a stream of tokens (`data.cache`), cut, shuffled and indexed without any state.
 
-The training stream is every document followed by the end-of-document token (EOT), documents in the dataset's
-order.
-Row j holds tokens j T .. j T + T of it (U = T + 1 tokens, stride T), so an epoch predicts each token once,
-but for the first of the stream and a remainder shorter than a row. Item i of the run is row order(seed, i //
+Row j holds tokens j T .. j T + T of it (U = T + 1 tokens, stride T), the last row filled up with EOT of weight 0, so
+an epoch predicts each token exactly once, but for the first of the stream. Item i of the run is row order(seed, i //
 R)[i mod R] of R rows, so what step s sees depends on seed, step and row alone.
 """
 
 import dataclasses
 import functools
-import hashlib
-import json
-import os
 import pathlib
-import shutil
-import tempfile
 
 import grain
 import numpy as np
@@ -23,113 +15,29 @@ from absl import logging
 
 from mha_jax.config import ConfigError, DataConfig
 from mha_jax.data import bigram, optimum
-from mha_jax.data.corpus import Documents, open_documents
-from mha_jax.data.tokenizer import Tokenizer, train_bpe
+from mha_jax.data.cache import FORMAT, Stream, digest, tokenise
+from mha_jax.data.corpus import open_documents
+from mha_jax.data.tokenizer import FileTokenizer, Tokenizer, load, train_bpe
+from mha_jax.held_out import meaning
 
-FORMAT = 1  # of the files below; part of their fingerprint
-CHUNK = 256  # documents encoded in one call
 BIGRAM_TOKENS = 2**25  # training tokens that the bigram line is fitted on, at most
 
 
-@dataclasses.dataclass(frozen=True)
-class Stream:
-    """Tokens of one split on disk. flat [n] uint16 or uint32; starts [documents + 1] int64: document d, its
-    EOT included, is flat[starts[d]:starts[d + 1]]. Documents without a token are left out."""
-
-    flat: np.ndarray
-    starts: np.ndarray
-    fingerprint: str  # sha256 of the tokens
-
-    @property
-    def lengths(self) -> np.ndarray:
-        """Tokens of each document, its EOT not counted."""
-        return np.diff(self.starts) - 1
-
-
-def tokenise(documents: Documents, tokenizer: Tokenizer, cache_dir) -> Stream:
-    """The stream of `documents`, from the cache where the same tokenizer has cut the same documents before.
-
-    A folder appears under its fingerprint only when complete (written beside it, then renamed), so an
-    interrupted run leaves nothing that a later one would read. ConfigError when no document has a token, or
-    the folder was damaged.
-    """
-    key = _digest({"format": FORMAT, "corpus": documents.identity, "tokenizer": tokenizer.fingerprint})
-    folder = pathlib.Path(cache_dir).expanduser() / "tokens" / key
-    if not folder.exists():
-        _write(folder, documents, tokenizer)
-    try:
-        meta = json.loads((folder / "meta.json").read_text())
-        flat = np.load(folder / "tokens.npy", mmap_mode="r").view(np.ndarray)
-        starts = np.load(folder / "starts.npy")
-    except (OSError, ValueError, EOFError) as error:
-        raise ConfigError(f"{folder}: damaged ({error}); delete this folder, it will be made again") from None
-    if len(flat) != meta["tokens"] or starts[-1] != len(flat):
-        raise ConfigError(
-            f"{folder}: holds {len(flat)} tokens instead of {meta['tokens']}; delete this folder"
-        )
-    return Stream(flat, starts, meta["sha256"])
-
-
-def _write(folder: pathlib.Path, documents: Documents, tokenizer: Tokenizer):
-    dtype = np.uint16 if tokenizer.vocab_size <= 2**16 else np.uint32
-    parts, lengths = [], []
-    for first in range(0, len(documents), CHUNK):
-        texts = [documents[i]["text"] for i in range(first, min(first + CHUNK, len(documents)))]
-        for ids in tokenizer.encode_batch(texts):
-            if len(ids):
-                parts += [ids.astype(dtype), np.array([tokenizer.eot], dtype)]
-                lengths.append(len(ids) + 1)
-    name, split = documents.identity["name"], documents.identity["split"]
-    if not parts:
-        raise ConfigError(
-            f"config.data.dataset: {name} has no text in split {split!r} ({len(documents)} documents)"
-        )
-    flat = np.concatenate(parts)
-    starts = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64)
-    sha256 = hashlib.sha256(flat.astype("<u4")).hexdigest()
-    meta = {
-        "format": FORMAT,
-        "corpus": documents.identity,
-        "tokenizer": tokenizer.fingerprint,
-        "vocab_size": tokenizer.vocab_size,
-        "eot": tokenizer.eot,
-        "documents": len(lengths),
-        "left_out_without_tokens": len(documents) - len(lengths),
-        "tokens": len(flat),
-        "sha256": sha256,
-    }
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    half = pathlib.Path(tempfile.mkdtemp(prefix=".half-", dir=folder.parent))
-    try:
-        np.save(half / "tokens.npy", flat)
-        np.save(half / "starts.npy", starts)
-        (half / "meta.json").write_text(json.dumps(meta, indent=1))
-        half.chmod(0o755)  # mkdtemp's 0700 would shut others out of a shared cache
-        os.rename(half, folder)
-    except OSError:
-        if not folder.exists():  # else another process was faster, with the same content
-            raise
-    finally:
-        shutil.rmtree(half, ignore_errors=True)
-    logging.info("%s %s: %d documents, %d tokens", name, split, len(lengths), len(flat))
-
-
-def make_tokenizer(documents: Documents, kind: str, vocab_size: int, cache_dir) -> Tokenizer:
-    """The byte tokenizer, or the BPE of `vocab_size` ids trained on these documents (kept in the cache)."""
+def make_tokenizer(documents, kind: str, vocab_size: int, cache_dir) -> Tokenizer | FileTokenizer:
+    """The byte tokenizer, that of a tokenizer.json, or the BPE of `vocab_size` ids trained on these documents (kept in
+    the cache). ConfigError when the file is none."""
     if kind == "bytes":
         return Tokenizer()
-    key = _digest({"format": FORMAT, "corpus": documents.identity, "bpe": vocab_size})
+    if kind != "bpe":
+        return load(kind)
+    key = digest({"format": FORMAT, "corpus": documents.identity, "bpe": vocab_size})
     path = pathlib.Path(cache_dir).expanduser() / "tokenizers" / f"{key}.json"
     if path.exists():
-        return Tokenizer.load(path)
-    tokenizer = train_bpe((document["text"] for document in documents), vocab_size)
+        return load(path)
+    tokenizer = train_bpe(documents.texts(), vocab_size)
     path.parent.mkdir(parents=True, exist_ok=True)
     tokenizer.save(path)
     return tokenizer
-
-
-def _digest(content: dict) -> str:
-    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()[:32]
 
 
 def annotate(tokens_BU: np.ndarray, eot: int, packing: str) -> dict[str, np.ndarray]:
@@ -164,18 +72,19 @@ class TextData:
     """Training rows, frozen evaluation rows and reference lines of one corpus. Everything is a pure function
     of its arguments and these fields; no iterator, no state."""
 
-    tokenizer: Tokenizer
+    tokenizer: Tokenizer | FileTokenizer
     train: Stream
     validation: Stream
     length: int  # T
     seed: int
     packing: str
+    validation_meaning: str = ""
     plateau = "bigram"  # which of `lines` is the loss of a model that does not use its context
 
     @property
     def num_rows(self) -> int:
-        """R, rows of one epoch."""
-        return (len(self.train.flat) - 1) // self.length
+        """R, rows of one epoch, the last one maybe filled up."""
+        return -(-(len(self.train) - 1) // self.length)
 
     @functools.cached_property
     def _order(self) -> grain.MapDataset:
@@ -185,8 +94,10 @@ class TextData:
     def rows(self, items: np.ndarray) -> dict[str, np.ndarray]:
         """The batch (see `annotate`) of these items [B]: item s * B + r is row r of step s."""
         rows_B = np.array([self._order[int(item)] for item in items], np.int64)
-        index_BU = rows_B[:, None] * self.length + np.arange(self.length + 1)
-        return self.batch(self.train.flat[index_BU].astype(np.int32))
+        first_B = rows_B * self.length
+        batch = self.batch(self.train.read(first_B, self.length + 1, fill=self.tokenizer.eot))
+        batch["weights_BT"][first_B[:, None] + np.arange(1, self.length + 1) >= len(self.train)] = 0
+        return batch
 
     def train_row(self, item: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """(tokens [U], positions [T], segments [T]) of one item."""
@@ -229,11 +140,11 @@ class TextData:
         ends_D = np.cumsum(offsets_D)
         document = np.searchsorted(ends_D, drawn, side="right")
         first = stream.starts[document] + drawn - (ends_D - offsets_D)[document]
-        return stream.flat[first[:, None] + np.arange(size)].astype(np.int32)
+        return stream.read(first, size)
 
     @functools.cached_property
     def _bigram(self) -> bigram.Bigram:
-        return bigram.fit(self.train.flat[:BIGRAM_TOKENS], self.tokenizer.vocab_size)
+        return bigram.fit(self.train.tokens(0, BIGRAM_TOKENS), self.tokenizer.vocab_size)
 
     def lines(self, tokens_RU: np.ndarray) -> dict[str, np.ndarray]:
         """Losses [R, T] in nats of strategies that bound a model from above, on the same rows: 'uniform' (ln
@@ -248,35 +159,43 @@ class TextData:
         }
 
     def describe(self) -> str:
-        """One line for the start of a run: sizes, packing, and what is dropped."""
-        dropped = len(self.train.flat) - 1 - self.num_rows * self.length
+        """One line for the start of a run: sizes, packing, what is held out and what is left out."""
+        left_out = {reason: n for reason, n in self.train.left_out.items() if n}
         return (
-            f"text: {len(self.train.flat):,} training tokens in {len(self.train.lengths):,} documents, "
-            f"{self.num_rows:,} {self.packing} rows of {self.length} an epoch ({dropped} tokens dropped); "
-            f"{len(self.validation.flat):,} validation tokens; vocabulary {self.tokenizer.vocab_size}"
+            f"text: {len(self.train):,} training tokens in {len(self.train.lengths):,} documents, "
+            f"{self.num_rows:,} {self.packing} rows of {self.length} an epoch; {len(self.validation):,} validation "
+            f"tokens in {len(self.validation.lengths):,} documents{self.validation_meaning}; vocabulary "
+            f"{self.tokenizer.vocab_size}"
+            + "".join(f"; left out {n:,} {reason.replace('_', ' ')}" for reason, n in left_out.items())
         )
 
 
-def open_text(data: DataConfig, seed: int, tokenizer: Tokenizer | None = None) -> TextData:
+def open_text(data: DataConfig, seed: int, tokenizer: Tokenizer | FileTokenizer | None = None) -> TextData:
     """Prepares what is not in `data.cache_dir` yet (dataset, tokenizer, tokens) and opens it.
 
-    `tokenizer`: the one of an existing run, else `data.tokenizer` and `data.vocab_size` make one. `seed`
-    orders the training rows; it moves neither the split nor the tokenizer. ConfigError when the dataset
-    cannot be opened, the cache cannot be written, or there are fewer rows than one batch.
+    `tokenizer`: the one of an existing run, else `data.tokenizer` and `data.vocab_size` make one. `seed` orders the
+    training rows; it moves neither the split nor the tokenizer. ConfigError when the dataset cannot be opened, the
+    tokenizer has another vocabulary than `data.vocab_size`, the cache cannot be written, or there are fewer rows than
+    one batch.
     """
     cache_dir = pathlib.Path(data.cache_dir).expanduser()
     try:
-        splits = [open_documents(data.dataset, cache_dir / "tfds", name) for name in ("train", "validation")]
+        splits = [open_documents(data.dataset, cache_dir / "tfds", name, data.validation, data.field)
+                  for name in ("train", "validation")]  # fmt: skip
         if tokenizer is None:
             tokenizer = make_tokenizer(splits[0], data.tokenizer, data.vocab_size, cache_dir)
+        if tokenizer.vocab_size != data.vocab_size:
+            raise ConfigError(f"config.data.vocab_size = {data.vocab_size}: the tokenizer has {tokenizer.vocab_size} "
+                              f"ids (config.data.tokenizer = {data.tokenizer!r}); allowed is that number")  # fmt: skip
         streams = [tokenise(documents, tokenizer, cache_dir) for documents in splits]
     except OSError as error:
         reason = str(error).splitlines()[0]
         raise ConfigError(f"config.data.cache_dir = {data.cache_dir!r}: cannot be used ({reason})") from error
-    text = TextData(tokenizer, *streams, length=data.length, seed=seed, packing=data.packing)
+    text = TextData(tokenizer, *streams, length=data.length, seed=seed, packing=data.packing,
+                    validation_meaning=meaning(data.validation))  # fmt: skip
     if text.num_rows < data.batch_size:
         raise ConfigError(
-            f"config.data.dataset = {data.dataset!r} has {len(text.train.flat)} training tokens, "
+            f"config.data.dataset = {data.dataset!r} has {len(text.train)} training tokens, "
             f"{text.num_rows} rows of config.data.length = {data.length}: fewer than "
             f"config.data.batch_size = {data.batch_size}"
         )

@@ -14,8 +14,8 @@ from jax.experimental import multihost_utils
 
 from mha_jax import config as configs
 from mha_jax.config import Config, ConfigError
+from mha_jax.data import tokenizer
 from mha_jax.data.source import make_source
-from mha_jax.data.tokenizer import Tokenizer
 from mha_jax.layout import replicated, residual_sharding
 from mha_jax.model import transformer
 from mha_jax.probes import icl
@@ -105,7 +105,7 @@ class Training:
             console.say(f"weight decay {config.optimizer.weight_decay} on {', '.join(state.decayed_names(config))}")
         # A resumed run keeps its own tokenizer: one trained again on another corpus would change every token.
         own = workdir / "tokenizer.json"
-        self.source = make_source(config, self.mesh, Tokenizer.load(own) if resumes and own.exists() else None)
+        self.source = make_source(config, self.mesh, tokenizer.load(own) if resumes and own.exists() else None)
         console.say(f"data: {self.source.description}")
         self.panel = Panel(config, self.source, self.mesh)
         icl.check_windows(self.panel.evaluation.early_RT, self.panel.evaluation.late_RT)

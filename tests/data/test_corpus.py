@@ -11,7 +11,7 @@ import pytest
 import tensorflow_datasets as tfds
 
 from mha_jax.config import ConfigError
-from mha_jax.data import corpus
+from mha_jax.data import corpus, stdlib
 
 
 def write_tree(root, files):
@@ -27,7 +27,7 @@ def thousand(tmp_path_factory):
     tmp = tmp_path_factory.mktemp("thousand")
     files = {f"d{i % 7}/doc_{i:04d}.py": f"number = {i:04d}\n" for i in range(1000)}
     root = write_tree(tmp / "root", files | {"zz_copy_of_0000.py": "number = 0000\n"})
-    builder = corpus.prepare(corpus.PythonStdlib(root=root, data_dir=tmp / "tfds"))
+    builder = corpus.prepare(stdlib.PythonStdlib(root=root, data_dir=tmp / "tfds"))
     return pathlib.Path(builder.data_dir)
 
 
@@ -57,7 +57,7 @@ def prepared(tmp_path, splits) -> str:
     return str(corpus.prepare(Manual(splits, data_dir=tmp_path)).data_dir)
 
 
-def texts(dataset, split, data_dir="/nowhere"):
+def texts(dataset, split, data_dir="/proc/nowhere"):
     return [document["text"] for document in corpus.open_documents(str(dataset), data_dir, split)]
 
 
@@ -78,29 +78,29 @@ def test_which_files_are_documents(tmp_path):
         "dist-packages/a.py",
     ]
     write_tree(tmp_path, kept | dict.fromkeys(left_out, "x"))
-    assert corpus.source_paths(tmp_path) == sorted(kept)
+    assert stdlib.source_paths(tmp_path) == sorted(kept)
 
 
 def test_stdlib_leaves_out_tests_and_packages_and_splits_disjointly():
-    root = corpus.PythonStdlib(data_dir="/nowhere").root
-    paths = corpus.source_paths(root)
+    root = stdlib.PythonStdlib(data_dir="/proc/nowhere").root
+    paths = stdlib.source_paths(root)
     assert len(paths) > 400
     assert {"argparse.py", "json/decoder.py", "asyncio/tasks.py"} <= set(paths)
     parts = {part for path in paths for part in path.split("/")}
     assert not parts & {"site-packages", "dist-packages", "test", "tests", "idle_test"}
     assert not any(part.startswith("_sysconfigdata") for part in parts)
-    validation = {path for path in paths if corpus.split_of(path) == "validation"}
-    train = {path for path in paths if corpus.split_of(path) == "train"}
+    validation = {path for path in paths if stdlib.split_of(path) == "validation"}
+    train = {path for path in paths if stdlib.split_of(path) == "train"}
     assert not validation & train and validation | train == set(paths)
     assert 0.03 < len(validation) / len(paths) < 0.07
 
 
 def test_version_of_the_stdlib_is_pythons():
-    assert str(corpus.PythonStdlib(data_dir="/nowhere").version) == "{}.{}.{}".format(*sys.version_info[:3])
+    assert str(stdlib.PythonStdlib(data_dir="/proc/nowhere").version) == "{}.{}.{}".format(*sys.version_info[:3])
 
 
 def test_fc_20_split_is_a_hash_of_the_path_alone(thousand):
-    train, validation = (corpus.open_documents(str(thousand), "/nowhere", s) for s in ("train", "validation"))
+    train, validation = (corpus.open_documents(str(thousand), "/proc/nowhere", s) for s in ("train", "validation"))
     for split, documents in {"train": train, "validation": validation}.items():
         for document in documents:
             share = int(hashlib.sha256(document["path"]).hexdigest()[:16], 16) % 10_000
@@ -115,7 +115,7 @@ def test_fc_20_equal_texts_do_not_meet_across_splits(tmp_path):
     # Without the rule these 200 equal files would fall on both sides.
     same = {f"{i}.py": "same\n" for i in range(200)}
     root = write_tree(tmp_path / "root", same | {f"other_{i}.py": f"{i}\n" for i in range(200)})
-    folder = corpus.prepare(corpus.PythonStdlib(root=root, data_dir=tmp_path / "tfds")).data_dir
+    folder = corpus.prepare(stdlib.PythonStdlib(root=root, data_dir=tmp_path / "tfds")).data_dir
     train, validation = texts(folder, "train"), texts(folder, "validation")
     assert len(train) + len(validation) == 201
     assert not set(train) & set(validation)
@@ -126,6 +126,21 @@ def test_fc_20_dataset_with_train_alone_holds_out_its_last_five_percent(tmp_path
     train, validation = texts(folder, "train"), texts(folder, "validation")
     assert (len(train), len(validation)) == (950, 50)
     assert not set(train) & set(validation) and len(set(train + validation)) == 1000
+
+
+def test_fc_20_a_share_and_a_number_of_documents_are_what_they_say(tmp_path):
+    """Held out of the training split, which a set that has a split of its own keeps apart from it."""
+    folder = prepared(tmp_path, {"train": [{"text": f"{i}"} for i in range(1000)], "validation": [{"text": "own"}]})
+    for validation, count in (("auto", 1), ("10%", 100), ("90", 90), ("0.1%", 1), ("99.9%", 999), ("1", 1)):
+        splits = [corpus.open_documents(folder, "/proc/nowhere", split, validation)
+                  for split in ("train", "validation")]  # fmt: skip
+        train, held = ([document["text"] for document in split] for split in splits)
+        assert len(held) == count and not set(train) & set(held), validation
+        assert len(train) == (1000 if validation == "auto" else 1000 - count)
+        assert len({str(split.identity) for split in splits}) == 2
+    for validation in ("1000", "0.01%", "99.99%"):
+        with pytest.raises(ConfigError, match=rf"config.data.validation = '{validation}' of 1000 documents is "):
+            corpus.open_documents(folder, "/proc/nowhere", "train", validation)
 
 
 def test_test_split_stands_in_for_validation(tmp_path):
@@ -144,9 +159,10 @@ def test_fc_12_strange_documents_are_read(tmp_path):
     [
         ("lm1bb", ["'lm1bb'", "Close names: ", "lm1b", "stdlib"]),
         ("stdlb", ["'stdlb'", "Close names: stdlib"]),
-        ("lm1b", ["lm1b:1.1.0 is not prepared", "download_and_prepare()", "array_record"]),
-        ("imdb_reviews/plain_text:1.0.0", ["imdb_reviews:1.0.0 is not prepared", "tfds.builder("]),
-        ("c4", ["'c4'", "hides this dataset where TensorFlow is missing", "download_and_prepare()"]),
+        ("lm1b", ["lm1b:1.1.0 is not prepared", "prepare_tfds.py lm1b --data_dir=", "requirements-prepare.txt"]),
+        ("imdb_reviews/plain_text:1.0.0", ["imdb_reviews:1.0.0 is not prepared",
+                                            "python scripts/prepare_tfds.py imdb_reviews/plain_text:1.0.0 "]),
+        ("c4", ["'c4'", "hides this dataset where TensorFlow is missing", "scripts/prepare_tfds.py c4 --data_dir="]),
     ],
 )
 def test_fc_19_absent_dataset_is_explained_in_ten_lines(tmp_path, monkeypatch, name, expected):
@@ -168,7 +184,7 @@ def test_fc_19_unusable_names_are_refused_in_one_line(tmp_path, name):
 
 def test_fc_19_folder_without_a_dataset_names_the_ones_below(thousand):
     with pytest.raises(ConfigError, match=f"below it: {thousand}"):
-        corpus.open_documents(str(thousand.parent.parent), "/nowhere", "train")
+        corpus.open_documents(str(thousand.parent.parent), "/proc/nowhere", "train")
 
 
 def test_prepared_dataset_opens_by_name_in_either_folder(thousand, monkeypatch):
@@ -185,9 +201,9 @@ import sys
 opened = []
 sys.addaudithook(lambda event, args: event.startswith("socket.") and opened.append(event))
 from mha_jax.config import ConfigError, DataConfig
-from mha_jax.data import corpus, text
+from mha_jax.data import corpus, stdlib, text
 folder, root, cache = sys.argv[1:]
-corpus.PythonStdlib.__init__.__kwdefaults__["root"] = root
+stdlib.PythonStdlib.__init__.__kwdefaults__["root"] = root
 for dataset in (folder, "stdlib"):
     data = DataConfig(task="text", dataset=dataset, cache_dir=cache, length=8, batch_size=4, vocab_size=260)
     assert len(text.open_text(data, 0).eval_rows(4, 0)) == 4
@@ -216,30 +232,34 @@ def test_missing_file_and_other_formats_are_named(tmp_path):
     folder = pathlib.Path(prepared(tmp_path, {"train": [{"text": "a"}] * 40}))
     info = json.loads((folder / "dataset_info.json").read_text())
     (folder / "dataset_info.json").write_text(json.dumps(info | {"fileFormat": "tfrecord"}))
-    with pytest.raises(ConfigError, match="tfrecord, which has no random access"):
-        corpus.open_documents(str(folder), "/nowhere", "train")
+    with pytest.raises(ConfigError, match=rf"tfrecord, which has no random access; to convert it: "
+                       rf"python scripts/prepare_tfds.py {folder} \(it needs an environment with requirements-prep"):
+        corpus.open_documents(str(folder), "/proc/nowhere", "train")
     (folder / "dataset_info.json").write_text(json.dumps(info))
     next(folder.glob("*array_record*")).unlink()
     with pytest.raises(ConfigError, match=r"1 of 1 files are missing, the first .*manual-train"):
-        corpus.open_documents(str(folder), "/nowhere", "train")
+        corpus.open_documents(str(folder), "/proc/nowhere", "train")
 
 
 def test_text_is_the_feature_text_or_the_only_one(tmp_path):
     one = prepared(tmp_path / "one", {"train": [{"book": "a"}] * 40})
     assert texts(one, "train")[0] == "a"
     two = prepared(tmp_path / "two", {"train": [{"question": "a", "answer": "b"}] * 40})
-    with pytest.raises(ConfigError, match=r"no feature 'text'.* it has answer, question"):
-        corpus.open_documents(two, "/nowhere", "train")
+    with pytest.raises(ConfigError, match=r"no feature 'text'.* set config.data.field to one of answer, question"):
+        corpus.open_documents(two, "/proc/nowhere", "train")
+    assert corpus.open_documents(two, "/proc/nowhere", "train", field="answer")[0]["text"] == "b"
+    with pytest.raises(ConfigError, match=r"config.data.field = 'anser': .* has the text features answer, question"):
+        corpus.open_documents(two, "/proc/nowhere", "train", field="anser")
 
 
 def test_two_processes_preparing_at_once_both_succeed(tmp_path):
     root = write_tree(tmp_path / "root", {f"{i}.py": f"{i}\n" for i in range(200)})
 
-    class Overtaken(corpus.PythonStdlib, skip_registration=True):
+    class Overtaken(stdlib.PythonStdlib, skip_registration=True):
         name = "python_stdlib"
 
         def _generate_examples(self, paths):
-            corpus.prepare(corpus.PythonStdlib(root=root, data_dir=tmp_path / "tfds"))  # the faster process
+            corpus.prepare(stdlib.PythonStdlib(root=root, data_dir=tmp_path / "tfds"))  # the faster process
             return super()._generate_examples(paths)
 
     builder = corpus.prepare(Overtaken(root=root, data_dir=tmp_path / "tfds"))
@@ -249,4 +269,4 @@ def test_two_processes_preparing_at_once_both_succeed(tmp_path):
 
 def test_python_without_sources_is_a_config_error(tmp_path):
     with pytest.raises(ConfigError, match=f"0 Python source files in {tmp_path}"):
-        corpus.prepare(corpus.PythonStdlib(root=tmp_path, data_dir=tmp_path / "tfds"))
+        corpus.prepare(stdlib.PythonStdlib(root=tmp_path, data_dir=tmp_path / "tfds"))

@@ -10,6 +10,7 @@ from mha_jax.config import Config, ConfigError, DataConfig, ProbesConfig
 from mha_jax.data import source as sources
 from mha_jax.data import tasks
 from mha_jax.data.source import EVAL_SEED, make_source
+from mha_jax.layout import batch_sharding
 from mha_jax.validation import resolve
 from tests.data.text_set import prepared
 
@@ -87,25 +88,55 @@ def test_fc_21_row_r_of_step_s_is_item_s_b_plus_r_on_any_mesh(name, corpus):
                 np.testing.assert_array_equal(held[device], wanted, err_msg=f"{key} {sizes}")
 
 
-@pytest.mark.parametrize(("sizes", "hosts"), [((8, 1, 1), 4), ((2, 2, 2), 4), ((2, 2, 2), 2), ((3, 2, 1), 3)])
-def test_fc_21_hosts_read_disjoint_rows_that_are_the_batch(sizes, hosts, corpus, monkeypatch):
-    """As host i of n: only the slices of its own devices are asked of the host's copy."""
+def as_host(i, hosts, sizes, corpus, monkeypatch):
+    """(the rows of the batch that host i of n holds, function of a step giving what it reads of it)."""
+    devices = np.array(jax.devices()[: int(np.prod(sizes))])
+    mesh = Mesh(devices.reshape(sizes), ("data", "fsdp", "tensor"), axis_types=(AxisType.Auto,) * 3)
+    where = batch_sharding(mesh).devices_indices_map((B,))
+    mine = [np.arange(B)[where[d]] for d in np.array_split(mesh.devices.flatten(), hosts)[i]]
+    monkeypatch.setattr(sources, "local_rows", lambda mesh, rows: np.unique(np.concatenate(mine)))
+    monkeypatch.setattr(sources, "put_local", lambda mesh, local, at, rows: local)
     source = make("packed", corpus, sizes)
-    whole = np.asarray(source.batches(2, SIZE)["inputs_BT"])
-    devices, real, asked = source.mesh.devices.flatten(), jax.make_array_from_callback, []
+    asked, read = [], source.text.rows
+    monkeypatch.setattr(type(source.text), "rows", lambda self, items: (asked.extend(items.tolist()), read(items))[1])
+    found = source._make(7)
+    monkeypatch.undo()
+    at = np.unique(np.concatenate(mine))
+    assert asked == [(7 + i) * B + int(r) for i in range(SIZE) for r in at], "no row is read for another host"
+    return at, found
 
-    def of_hosts(shape, sharding, callback):
-        where = sharding.devices_indices_map(shape)
-        for mine in np.array_split(devices, hosts):
-            parts = {str(where[d]): callback(where[d]) for d in mine}
-            asked.append(np.concatenate(list(parts.values()), axis=1))
-        return real(shape, sharding, callback)
 
-    monkeypatch.setattr(jax, "make_array_from_callback", of_hosts)
-    source.batches(2, SIZE)
-    local = asked[:hosts]  # of the first array, inputs_BT
-    assert [part.shape for part in local] == [(SIZE, B // hosts, T)] * hosts
-    np.testing.assert_array_equal(np.concatenate(local, axis=1), whole)
+@pytest.mark.parametrize(("sizes", "hosts"), [((8, 1, 1), 4), ((8, 1, 1), 8), ((3, 2, 1), 3), ((2, 2, 2), 2),
+                                              ((8, 1, 1), 1)])  # fmt: skip
+def test_fc_21_hosts_read_disjoint_rows_that_are_the_batch(sizes, hosts, corpus, monkeypatch):
+    """As host i of n: each reads only what its devices hold, and in the order of the hosts it is the batch of one
+    process; so a run that stopped at four hosts goes on with two."""
+    whole = {k: np.asarray(v) for k, v in make("packed", corpus).batches(7, SIZE).items()}
+    found = [as_host(i, hosts, sizes, corpus, monkeypatch) for i in range(hosts)]
+    np.testing.assert_array_equal(np.concatenate([at for at, _ in found]), np.arange(B))
+    for key, wanted in whole.items():
+        np.testing.assert_array_equal(np.concatenate([rows[key] for _, rows in found], axis=1), wanted)
+
+
+def test_fc_21_hosts_that_share_the_tensor_axis_read_the_same_rows(corpus, monkeypatch):
+    """A mesh of (1, 1, 8) on 4 hosts: every host needs every row."""
+    for i in range(4):
+        at, _ = as_host(i, 4, (1, 1, 8), corpus, monkeypatch)
+        np.testing.assert_array_equal(at, np.arange(B))
+
+
+def test_the_next_call_is_made_ahead_and_never_changes_what_is_seen(corpus):
+    """Whether the guess was right (step + n), or a schedule cut the call before, or a resumed run began elsewhere."""
+    source, made = make("packed", corpus), []
+    make_one = source._make
+    source._make = lambda step: (made.append(step), make_one(step))[1]
+    for step, n in ((0, 3), (3, 3), (6, 1), (7, 2), (20, 3), (23, 3)):
+        batches = source.batches(step, n)
+        expected = rows_by_item(make("packed", corpus), range(step * B, (step + n) * B))
+        for key, rows in expected.items():
+            np.testing.assert_array_equal(np.asarray(batches[key][:n]).reshape(n * B, T), rows)
+    source._next[1].result()
+    assert made == [0, 3, 6, 7, 9, 20, 23, 26], "each is made once, and one ahead"
 
 
 @pytest.mark.parametrize("name", SOURCES)
@@ -169,7 +200,7 @@ def test_fc_20_evaluation_rows_and_spans_of_text_are_validation_text(corpus):
     found = [make("packed", corpus, seed=seed) for seed in (0, 1)]
     a, b = (source.evaluation().tokens_RU for source in found)
     np.testing.assert_array_equal(a, b)
-    validation = found[0].text.validation.flat.tobytes()
+    validation = found[0].text.validation.tokens().tobytes()
     spans = found[0].spans(B, 8, 0)
     assert all(row.astype(np.uint16).tobytes() in validation for row in (*a, *spans))
     read = [source.text.rows(np.arange(2 * source.text.num_rows)) for source in found]  # two epochs

@@ -7,23 +7,23 @@ import numpy as np
 import pytest
 
 from mha_jax.config import ConfigError
-from mha_jax.data import bigram, text
+from mha_jax.data import bigram, cache, text
 from mha_jax.data.tokenizer import Tokenizer
 from tests.data.text_set import BYTES, TRAIN, VALIDATION, T, config, prepared, stream_oracle, tokens_of
 
 
 def test_fc_12_stream_is_every_document_and_its_end_and_empty_ones_give_nothing(dataset, data):
-    assert data.train.flat.tolist() == stream_oracle(dataset[0], "train")
-    assert data.validation.flat.tolist() == stream_oracle(dataset[0], "validation")
-    assert (data.train.flat == 0).sum() == len(data.train.lengths) == 42  # 44 documents, 2 of them empty
-    assert "\ufffd\ufffd" in data.tokenizer.decode(data.train.flat)
+    assert data.train.tokens().tolist() == stream_oracle(dataset[0], "train")
+    assert data.validation.tokens().tolist() == stream_oracle(dataset[0], "validation")
+    assert (data.train.tokens() == 0).sum() == len(data.train.lengths) == 42  # 44 documents, 2 of them empty
+    assert "\ufffd\ufffd" in data.tokenizer.decode(data.train.tokens())
     for d, length in enumerate(data.train.lengths):
-        document = data.train.flat[data.train.starts[d] : data.train.starts[d + 1]]
+        document = data.train.tokens()[data.train.starts[d] : data.train.starts[d + 1]]
         assert document[-1] == 0 and length == len(document) - 1 and 0 not in document[:-1]
 
 
 def test_fc_12_corpus_smaller_than_a_batch_names_both_sizes(dataset):
-    rows = (len(stream_oracle(dataset[0], "train")) - 1) // T
+    rows = math.ceil((len(stream_oracle(dataset[0], "train")) - 1) / T)
     assert text.open_text(config(*dataset, batch_size=rows), seed=0).num_rows == rows
     with pytest.raises(ConfigError, match=rf"{rows} rows .* than config\.data\.batch_size = {rows + 1}"):
         text.open_text(config(*dataset, batch_size=rows + 1), seed=0)
@@ -36,10 +36,13 @@ def test_fc_12_corpus_without_text_is_an_error(tmp_path):
 
 
 def test_rows_tile_the_stream(data):
-    flat = data.train.flat.tolist()
-    expected = sorted(flat[j * T : j * T + T + 1] for j in range((len(flat) - 1) // T))
+    flat, size = data.train.tokens().tolist(), 7
+    filled = flat + [0] * (-(len(flat) - 1) % size)
+    assert len(filled) > len(flat), "the last row is not full"
+    data = dataclasses.replace(data, length=size)
     got = data.rows(np.arange(data.num_rows))
-    assert sorted(tokens_of(got).tolist()) == expected
+    expected = [filled[j * size : j * size + size + 1] for j in range(data.num_rows)]
+    assert sorted(tokens_of(got).tolist()) == sorted(expected)
     np.testing.assert_array_equal(got["inputs_BT"][:, 1:], got["targets_BT"][:, :-1])
     dtypes = {key: value.dtype.name for key, value in got.items()}
     assert dtypes == {
@@ -49,14 +52,25 @@ def test_rows_tile_the_stream(data):
         "positions_BT": "int32",
         "segments_BT": "int32",
     }
-    dropped = len(flat) - 1 - data.num_rows * T
-    assert f"{data.num_rows} concatenated rows of {T} an epoch ({dropped} tokens dropped)" in data.describe()
+    assert f"{data.num_rows} concatenated rows of {size} an epoch; " in data.describe()
+
+
+@pytest.mark.parametrize("packing", ["concatenated", "packed"])
+def test_an_epoch_predicts_every_token_once(data, packing):
+    """All but the first of the stream, and packed: the first of each document, which nothing in it predicts."""
+    flat, data = data.train.tokens(), dataclasses.replace(data, packing=packing, length=7)
+    got = data.rows(np.arange(5 * data.num_rows, 6 * data.num_rows))
+    real = got["weights_BT"] > 0
+    first_of_document = np.append(True, flat[:-1] == 0)
+    wanted = flat[~first_of_document] if packing == "packed" else flat[1:]
+    assert Counter(got["targets_BT"][real].tolist()) == Counter(wanted.tolist())
+    assert (got["weights_BT"][real] == 1).all()
 
 
 def numbered(num_rows, seed):
     """Text whose row j is all token j + 1, so a row tells its number."""
     flat = np.append(np.repeat(np.arange(num_rows), T), 0).astype(np.uint16)
-    stream = text.Stream(flat, np.array([0, len(flat)]), "")
+    stream = cache.Stream((flat,), np.array([0, len(flat)]), "")
     return text.TextData(BYTES, stream, stream, length=T, seed=seed, packing="concatenated")
 
 
@@ -97,7 +111,7 @@ def test_fc_20_validation_never_meets_training_in_any_epoch_process_or_seed(data
     assert validation <= {t[6:8].decode() for t in TRAIN[:40]}  # the numbers do meet; the words tell
     for seed in (0, 1, 2):
         data = text.open_text(config(*dataset, length=16), seed=seed)
-        assert data.validation.flat.tolist() == stream_oracle(dataset[0], "validation")  # whatever the seed
+        assert data.validation.tokens().tolist() == stream_oracle(dataset[0], "validation")  # whatever the seed
         items = np.arange(3 * data.num_rows)
         parts = [tokens_of(data.rows(items[process::4])) for process in range(4)]
         seen = "".join(data.tokenizer.decode(row) for part in parts for row in part)
@@ -169,7 +183,7 @@ def windows(data, size):
     """Every run of `size` tokens inside a validation document, its end not included."""
     out = []
     for first, end in zip(data.validation.starts, data.validation.starts[1:], strict=False):
-        document = data.validation.flat[first : end - 1].tolist()
+        document = data.validation.tokens()[first : end - 1].tolist()
         out += [tuple(document[i : i + size]) for i in range(len(document) - size + 1)]
     return out
 
@@ -209,8 +223,15 @@ def test_spans_are_different_and_each_from_one_document(data):
 
 def test_run_tokenizer_takes_the_place_of_the_configured_one(dataset, tmp_path):
     tokenizer = Tokenizer((("a", "b"), ("ab", "c")))
-    data = text.open_text(config(dataset[0], tmp_path, vocab_size=300, tokenizer="bpe"), 0, tokenizer)
-    assert data.tokenizer is tokenizer and (data.train.flat == 258).sum() == b"".join(TRAIN).count(b"abc")
+    data = text.open_text(config(dataset[0], tmp_path, vocab_size=259, tokenizer="bpe"), 0, tokenizer)
+    assert data.tokenizer is tokenizer and (data.train.tokens() == 258).sum() == b"".join(TRAIN).count(b"abc")
+
+
+def test_another_vocabulary_than_the_configured_one_is_refused_with_both(dataset, tmp_path):
+    """A model of 300 ids would be asked about ids that no text has, or given ids that it has not."""
+    with pytest.raises(ConfigError, match=r"config.data.vocab_size = 300: the tokenizer has 259 ids"):
+        text.open_text(config(dataset[0], tmp_path, vocab_size=300, tokenizer="bpe"), 0,
+                       Tokenizer((("a", "b"), ("ab", "c"))))  # fmt: skip
 
 
 def test_lines_are_losses_per_prediction_without_bayes(data):
@@ -219,7 +240,7 @@ def test_lines_are_losses_per_prediction_without_bayes(data):
     assert set(lines) == {"uniform", "unigram", "bigram"} and data.plateau in lines
     assert all(line.shape == (12, T) and np.isfinite(line).all() for line in lines.values())
     np.testing.assert_allclose(lines["uniform"], math.log(257), rtol=1e-15)
-    expected = bigram.fit(data.train.flat, 257).loss(rows)
+    expected = bigram.fit(data.train.tokens(), 257).loss(rows)
     np.testing.assert_array_equal(lines["bigram"], expected)
 
 

@@ -1,0 +1,58 @@
+"""Prepare a TFDS dataset, or convert a prepared one, so that mha_jax can read it without TensorFlow.
+
+    python scripts/prepare_tfds.py lm1b                       # download and write it as array_record
+    python scripts/prepare_tfds.py wiki40b/en:1.3.0 --data_dir=/data/tfds
+    python scripts/prepare_tfds.py /data/tfds/pg19/0.1.1      # prepared as tfrecord: convert it
+
+Some datasets need TensorFlow to be prepared, and some Beam: make an environment of its own for them and
+`pip install -r requirements-prepare.txt` there. The script needs nothing else of mha_jax.
+"""
+import argparse
+import pathlib
+import sys
+
+import tensorflow_datasets as tfds
+
+FORMAT = "array_record"  # the one that gives random access
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("dataset", help="NAME, NAME/CONFIG, NAME/CONFIG:VERSION, or the folder of a prepared dataset")
+    parser.add_argument("--data_dir", default="~/.cache/mha_jax/tfds", help="where it is written")
+    args = parser.parse_args()
+    data_dir = pathlib.Path(args.data_dir).expanduser()
+    folder = pathlib.Path(args.dataset).expanduser()
+    try:
+        done = convert(folder, data_dir) if (folder / "dataset_info.json").exists() else prepare(args.dataset, data_dir)
+    except (ImportError, tfds.core.DatasetNotFoundError) as error:
+        lines = str(error).strip().splitlines() or [type(error).__name__]
+        sys.exit(f"error: {args.dataset}: {lines[0]}\nTo prepare what needs TensorFlow or Beam: "
+                 "pip install -r requirements-prepare.txt, in an environment of its own")  # fmt: skip
+    print(f"prepared: --config.data.dataset={done}")
+
+
+def prepare(name: str, data_dir: pathlib.Path) -> pathlib.Path:
+    """Downloads and writes a dataset by its name; where it is."""
+    builder = tfds.builder(name, data_dir=data_dir, file_format=FORMAT)
+    builder.download_and_prepare()
+    return pathlib.Path(builder.data_dir)
+
+
+def convert(folder: pathlib.Path, data_dir: pathlib.Path) -> pathlib.Path:
+    """Writes a prepared dataset anew in a format with random access; where it is then."""
+    builder = tfds.builder_from_directory(folder)
+    if builder.info.file_format.value == FORMAT:
+        return folder
+    from tensorflow_datasets.scripts.cli import convert_format_utils
+
+    config = builder.builder_config.name if builder.builder_config else ""
+    out = data_dir / builder.name / config / str(builder.version)
+    if out.exists():
+        sys.exit(f"error: {out} exists; choose another --data_dir")
+    convert_format_utils.convert_dataset(out_dir=out, out_file_format=FORMAT, dataset_version_dir=[folder])
+    return out
+
+
+if __name__ == "__main__":
+    main()
