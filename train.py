@@ -21,8 +21,11 @@ def main(_):
     if WORKDIR.value is None or CONFIG.value is None:
         raise ConfigError("--config=configs/NAME.py and --workdir=runs/NAME are both needed")
     config = resolve(CONFIG.value)
+    import jax
+
     from mha_jax.training import checkpoint, loop, sharding, summary
 
+    sharding.join_hosts()
     sharding.use_cpu_devices(config)
     from mha_jax.report import plots
 
@@ -32,6 +35,8 @@ def main(_):
         command.fail(error, command.EXIT_NON_FINITE)
     except checkpoint.CheckpointError as error:
         command.fail(error, command.EXIT_SAVE_FAILED)
+    if jax.process_index() > 0:
+        return
     print("\n".join(summary.describe(result)))
     print(f"run folder: {WORKDIR.value}  (plots/emergence.png, plots/heads.png, summary.json)")
 

@@ -74,9 +74,13 @@ def tokenise(documents, tokenizer, cache_dir) -> Stream:
     if not folder.exists():
         folder.parent.mkdir(parents=True, exist_ok=True)
         with open(folder.with_name(f".{key}.lock"), "w") as lock:
-            fcntl.lockf(lock, fcntl.LOCK_EX)  # another process on this machine may be at it: then its work is ours
-            if not folder.exists():
-                _write(folder, documents, tokenizer)
+            fcntl.lockf(lock, fcntl.LOCK_EX)  # another process may be at it: then its work is ours
+            try:
+                if not folder.exists():
+                    _write(folder, documents, tokenizer)
+            except OSError:
+                if not folder.exists():  # else a host that does not see our lock was faster, with the same content
+                    raise
     return _open(folder)
 
 

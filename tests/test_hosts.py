@@ -1,0 +1,150 @@
+"""Two real processes: they see one process's batches between them, train as one would, and write one run folder."""
+import json
+import os
+import pathlib
+import socket
+import subprocess
+import sys
+
+import jax
+import numpy as np
+import pytest
+from jax.sharding import AxisType, Mesh
+
+from mha_jax.config import ConfigError
+from mha_jax.data.source import make_source
+from mha_jax.training import sharding
+from tests.training import tiny
+
+ROOT = pathlib.Path(__file__).parents[1]
+STEPS = 6
+# What a process does: says which rows it holds of two calls, then trains.
+PROCESS = """
+import json, sys
+import jax, numpy as np
+jax.config.update("jax_disable_most_optimizations", True)
+jax.config.update("jax_num_cpu_devices", 1)
+from mha_jax.training import sharding
+sharding.join_hosts()
+from mha_jax.data.source import make_source
+from tests import test_hosts
+from tests.training import tiny
+config = test_hosts.text_run(*sys.argv[1:3])
+source = make_source(config, sharding.make_mesh(config))
+for step in (0, 4):
+    for key, array in source.batches(step, config.steps_per_call).items():
+        for shard in array.addressable_shards:
+            print(json.dumps([step, key, shard.index[1].start or 0, np.asarray(shard.data).tolist()]))
+summary, _ = tiny.train(config, sys.argv[3])
+print(json.dumps(["loss", summary["final_eval_loss"], jax.process_count()]))
+"""
+
+
+def text_run(corpus, cache_dir, steps=STEPS):
+    return tiny.config(**{
+        "steps": steps, "data.task": "text", "data.dataset": f"files:{corpus}/*", "data.packing": "packed",
+        "data.cache_dir": cache_dir, "data.tokenizer": "bytes", "probes.panel": "3", "checkpoint.save": "3",
+        "data.validation": "10%", "tracking.log_every": 1, "tracking.wandb": "disabled",
+        "model.num_layers": 1, "probes.repeats": 4, "probes.rows": 4,
+    })  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("corpus")
+    for i in range(120):
+        (folder / f"{i:03d}.txt").write_text(f"document {i} " + " ".join(f"word{j % (i + 2)}" for j in range(20 + i)))
+    return str(folder)
+
+
+@pytest.fixture(scope="module")
+def two(corpus, tmp_path_factory):
+    """(run folder, [what each process printed])"""
+    tmp = tmp_path_factory.mktemp("two")
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        port = free.getsockname()[1]
+    env = os.environ | {"PYTHONPATH": str(ROOT), "JAX_COORDINATOR_ADDRESS": f"localhost:{port}",
+                        "JAX_NUM_PROCESSES": "2", "JAX_PLATFORMS": "cpu"}  # fmt: skip
+    command = [sys.executable, "-c", PROCESS, corpus, str(tmp / "cache"), str(tmp / "run")]
+    children = [subprocess.Popen(command, env=env | {"JAX_PROCESS_ID": str(i)}, stdout=subprocess.PIPE, text=True,
+                                 stderr=subprocess.PIPE) for i in range(2)]  # fmt: skip
+    try:
+        printed = [child.communicate(timeout=240) for child in children]
+    finally:
+        for child in children:
+            child.kill()
+    assert [child.returncode for child in children] == [0, 0], printed
+    return tmp / "run", [[json.loads(x) for x in out.splitlines() if x[:2] in ('[0', '[4', '["')] for out, _ in printed]
+
+
+def one_process(config, devices=2):
+    mesh = Mesh(np.array(jax.devices()[:devices]).reshape(devices, 1, 1), ("data", "fsdp", "tensor"),
+                axis_types=(AxisType.Auto,) * 3)  # fmt: skip
+    return mesh, make_source(config, mesh)
+
+
+def test_fc_21_two_processes_hold_together_the_batches_of_one(two, corpus, tmp_path):
+    _, source = one_process(text_run(corpus, str(tmp_path)), devices=1)
+    for step in (0, 4):
+        for key, whole in source.batches(step, 4).items():
+            held = [(first, rows) for lines in two[1] for s, k, first, rows in (x for x in lines if x[0] != "loss")
+                    if (s, k) == (step, key)]  # fmt: skip
+            assert [first for first, _ in held] == [0, tiny.BATCH // 2], "each its half, in the order of the processes"
+            np.testing.assert_array_equal(np.concatenate([rows for _, rows in held], axis=1), whole)
+
+
+def test_fc_21_they_train_as_one_process_and_write_one_folder(two, corpus, tmp_path, monkeypatch, quick_compile):
+    workdir, printed = two
+    losses = [line for lines in printed for line in lines if line[0] == "loss"]
+    assert losses[0] == losses[1] and losses[0][2] == 2
+    cfg = text_run(corpus, str(tmp_path / "cache"))
+    mesh, _ = one_process(cfg)
+    monkeypatch.setattr(sharding, "make_mesh", lambda _: mesh)
+    tiny.train(cfg, tmp_path / "one")
+    ours, theirs = tiny.events(tmp_path / "one"), tiny.events(workdir)
+    assert [e["step"] for e in ours] == [e["step"] for e in theirs]
+    for a, b in zip(ours, theirs, strict=True):
+        assert a.keys() == b.keys()
+        for key in ("train/loss", "eval/loss", "tokens"):
+            assert a.get(key, 0) == pytest.approx(b.get(key, 0), abs=1e-5), (a["step"], key)
+    assert json.loads((workdir / "environment.json").read_text())["process_count"] == 2
+
+
+def test_fc_21_a_run_of_two_processes_goes_on_with_one(two, corpus, tmp_path, monkeypatch, quick_compile):
+    """Three more steps: the losses are those of a run that was never moved."""
+    cfg = text_run(corpus, str(tmp_path / "cache"), steps=STEPS + 3)
+    mesh, _ = one_process(cfg)
+    monkeypatch.setattr(sharding, "make_mesh", lambda _: mesh)
+    tiny.train(cfg, two[0])
+    assert [e["step"] for e in tiny.events(two[0]) if "train/loss" in e] == list(range(STEPS + 3))
+    again = text_run(corpus, str(tmp_path / "cache"))
+    cut = tiny.train(again, tmp_path / "one")[0]
+    tiny.train(cfg, tmp_path / "one")
+    ours, moved = ({e["step"]: e["train/loss"] for e in tiny.events(at) if "train/loss" in e}
+                   for at in (tmp_path / "one", two[0]))  # fmt: skip
+    assert cut["steps"] == STEPS and ours == pytest.approx(moved, abs=1e-5)
+
+
+@pytest.mark.parametrize("given", [{"JAX_NUM_PROCESSES": "2"}, {"JAX_PROCESS_ID": "0"},
+                                   {"JAX_NUM_PROCESSES": "2", "JAX_PROCESS_ID": "2"},
+                                   {"JAX_NUM_PROCESSES": "two", "JAX_PROCESS_ID": "0"}])  # fmt: skip
+def test_processes_that_do_not_fit_together_are_refused(given, monkeypatch):
+    monkeypatch.setenv("JAX_COORDINATOR_ADDRESS", "localhost:1")
+    for key, value in given.items():
+        monkeypatch.setenv(key, value)
+    with pytest.raises(ConfigError, match="JAX_COORDINATOR_ADDRESS is set with JAX_NUM_PROCESSES = "):
+        sharding.join_hosts()
+
+
+@pytest.mark.parametrize(("name", "value", "several"), [
+    ("SLURM_STEP_NUM_TASKS", "1", False), ("SLURM_STEP_NUM_TASKS", "2", True), ("OMPI_COMM_WORLD_SIZE", "1", False),
+    ("OMPI_COMM_WORLD_SIZE", "8", True), ("TPU_WORKER_HOSTNAMES", "localhost", False),
+    ("TPU_WORKER_HOSTNAMES", "a,b", True), ("HOME", "here", False),
+])  # fmt: skip
+def test_a_cluster_is_joined_where_there_are_several_processes(name, value, several, monkeypatch):
+    joined = []
+    monkeypatch.setattr(jax.distributed, "initialize", lambda **given: joined.append(given))
+    monkeypatch.setenv(name, value)
+    sharding.join_hosts()
+    assert joined == [{}] * several
