@@ -65,8 +65,9 @@ def options(task: str) -> dict:
         if value is None:
             continue
         if name not in OPTIONS[task]:
-            owners = [t for t, names in OPTIONS.items() if name in names]
-            raise ConfigError(f"--{name}={value}: not of this task; it belongs to {', '.join(owners)}")
+            owners = [t.replace("gates", "prune --method=gates") for t, names in OPTIONS.items() if name in names]
+            shown = ",".join(value) if isinstance(value, list) else value
+            raise ConfigError(f"--{name}={shown}: not of this task; it belongs to {', '.join(owners)}")
         if value == []:
             raise ConfigError(f"--{name}= is empty: allowed are values with commas between them")
         given[NAMES.get(name, name)] = tuple(value) if isinstance(value, list) else value

@@ -52,11 +52,17 @@ def row(run: Run) -> dict:
         "ICL unigram": _number(s.get("icl_unigram", run.last("icl/unigram")), "+.3f"),
         "best head": best or "-",
         "score": _number(run.last(f"induction/{best}"), ".3f"),
-        "formed": _number(found.get("formation_step"), ".0f") if found.get("censored_at") is None
-        else f"not by {found['censored_at']}",
+        "formed": _formed(found, bracket),
         "probes": f"{bracket[0]} to {bracket[1]}" if bracket else "-",
         "tokens/s": _number(s.get("tokens_per_second", run.last("perf/tokens_per_second")), ",.0f"),
     }  # fmt: skip
+
+
+def _formed(found: dict, bracket) -> str:
+    if found.get("censored_at") is not None:
+        return f"not by {found['censored_at']}"
+    first = "by " if bracket and bracket[0] == bracket[1] else ""  # of a run that begins with a trained model
+    return first + _number(found.get("formation_step"), ".0f")
 
 
 def _number(value, spec: str) -> str:

@@ -4,7 +4,11 @@
 
 Interrupted, it goes on where it was. Exit codes: 0 done; 2 bad config or input.
 """
+import pathlib
+import sys
 import time
+
+sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1]))  # run from anywhere, nothing installed
 
 from mha_jax import command
 from mha_jax.config import ConfigError

@@ -25,6 +25,8 @@ def main():
     folder = pathlib.Path(args.dataset).expanduser()
     try:
         done = convert(folder, data_dir) if (folder / "dataset_info.json").exists() else prepare(args.dataset, data_dir)
+    except OSError as error:  # requests' errors are of this kind too
+        sys.exit(f"error: {args.dataset}: {str(error)[:300]}")
     except (ImportError, tfds.core.DatasetNotFoundError) as error:
         lines = str(error).strip().splitlines() or [type(error).__name__]
         sys.exit(f"error: {args.dataset}: {lines[0]}\nTo prepare what needs TensorFlow or Beam: "

@@ -15,6 +15,7 @@ import pytest
 from absl import flags
 
 from mha_jax import command
+from mha_jax.config import ConfigError
 from mha_jax.report import evaluation
 from mha_jax.run import open_run
 from tests.laboratory import small
@@ -120,9 +121,25 @@ def test_another_process_finds_the_same_numbers(tmp_path):
                           downstream=("live",))  # fmt: skip
     stem = "000030_downstream=live_replacements=zero_rows=8"
     for suffix in (".json", "_sets.csv", "_edges.csv"):
-        there, here = ((tmp_path / name / f"{stem}{suffix}").read_bytes() for name in ("there", "here"))
+        there, here = ((tmp_path / name / "ablate" / f"{stem}{suffix}").read_bytes() for name in ("there", "here"))
         assert there == here, suffix
     assert done.stdout.replace("/there/", "/here/") == printed
+
+
+def test_results_that_are_not_of_one_checkpoint_or_question_do_not_replace_each_other(tmp_path):
+    evaluate(small.run().workdir, "icl", "last", tmp_path)
+    evaluate(small.run().workdir, "icl", "last", tmp_path)
+    evaluate(small.run().workdir, "icl", str(small.HALF), tmp_path)
+    assert len(list((tmp_path / "icl").glob("*.json"))) == 2
+    found = json.loads((tmp_path / "icl" / f"{small.STEPS:06d}.json").read_text())
+    (tmp_path / "icl" / f"{small.STEPS:06d}.json").write_text(json.dumps(found | {"hash": "another"}))
+    with pytest.raises(ConfigError, match="000030.json is the result of another checkpoint; name another folder"):
+        evaluate(small.run().workdir, "icl", "last", tmp_path)
+    many = evaluation._suffix({"heads": ",".join(f"L{i}H{n}" for i in range(8) for n in range(8))})
+    fewer = evaluation._suffix({"heads": ",".join(f"L{i}H{n}" for i in range(8) for n in range(7))})
+    assert len(many) == len(fewer) == evaluation.LONGEST_NAME and many != fewer
+    short = {"rows": 8, "orders": ("a", "b"), "heads": "0.1,1/3"}
+    assert evaluation._suffix(short) == "_heads=0.1+1+3_orders=a+b_rows=8"
 
 
 def test_fc_18_a_folder_with_a_config_and_a_checkpoint_is_enough(everything, tmp_path):
@@ -139,7 +156,7 @@ def test_fc_18_a_folder_of_removed_heads_answers_every_question(tmp_path):
     out, left = tmp_path / "less", ["L1H1", "L1H2", "L1H3"]
     (found,), printed = evaluate(small.run().workdir, "remove", "last", out, heads="L1H0,0.0,0.1,0.2,0.3")
     assert "removed L0H0 L0H1 L0H2 L0H3 L1H0; masked and removed differ by " in printed
-    assert f"new run folder: {out}" in printed and path("remove", "_before_after.csv").exists()
+    assert f"new run folder: {out}" in printed and (small.run().workdir / "eval/remove/less_before_after.csv").exists()
     (heads,), _ = evaluate(out, "heads")
     assert [r["head"] for r in heads["tables"]["heads"]] == left
     assert heads["tables"]["composition"] == [] and heads["drawn_at_random"] == []
@@ -165,12 +182,12 @@ EARLY = {  # before JAX is imported
     "--task=ablation": f"--task=ablation: allowed are {TASK_NAMES}; did you mean ablate?\n",
     "--task=gates": f"--task=gates: allowed are {TASK_NAMES}",
     "--task=heads --heads=0.1": "--heads=0.1: not of this task; it belongs to ablate, remove\n",
-    "--task=icl --seed=1": "--seed=1: not of this task; it belongs to heads, ablate, prune, gates\n",
-    "--task=all --rows=8": "--rows=8: not of this task; it belongs to ablate, prune, gates\n",
-    "--task=prune --penalties=1": "--penalties=['1']: not of this task; it belongs to gates\n",
-    "--task=prune --method=gates --orders=greedy": "--orders=['greedy']: not of this task; it belongs to prune, remove",
+    "--task=icl --seed=1": "--seed=1: not of this task; it belongs to heads, ablate, prune, prune --method=gates\n",
+    "--task=all --rows=8": "--rows=8: not of this task; it belongs to ablate, prune, prune --method=gates\n",
+    "--task=prune --penalties=1": "--penalties=1: not of this task; it belongs to prune --method=gates\n",
+    "--task=prune --method=gates --orders=greedy": "--orders=greedy: not of this task; it belongs to prune, remove",
     "--task=ablate --method=gates": "--method=gates: not of this task; it belongs to prune\n",
-    "--task=prune --noscratch": "--scratch=False: not of this task; it belongs to gates\n",
+    "--task=prune --noscratch": "--scratch=False: not of this task; it belongs to prune --method=gates\n",
     "--task=prune --method=gates --penalties=0.1,much": "--penalties=0.1,much: allowed are numbers\n",
     "--task=ablate --replacement=": "--replacement= is empty: allowed are values with commas between them\n",
     "--task=ablate --rows=1": "--rows=1: 1 is not integer >= 2\n",
@@ -185,6 +202,11 @@ LATE = {  # by what the run has
     "--task=ablate --heads=L2H0": "--heads = '2.0': '2.0' does not exist; allowed",
     "--task=remove --heads=0.1,0.1": "--heads = '0.1,0.1': '0.1' is named twice",
     "--task=remove --heads=all": "--heads = 'all': 'all' is no head",
+    "--task=ablate --replacement=zero,zero": "--replacement=zero,zero: zero is named twice\n",
+    "--task=icl --out=RUN/config.json": "--out=RUN/config.json: a file; allowed is a folder\n",
+    "--task=remove --heads=0.1 --out=RUN/checkpoints/9": "exists already or lies among the checkpoints; name another",
+    "--task=remove --from=RUN/pairs.json --keep=5": "order greedy in RUN/pairs.json cannot leave 5 of 8 heads; nearest "
+                                                    "are 4, 6\n",
     "--task=ablate --replacement=zero,one": "--replacement=one: allowed are zero, mean, resample, uniform, tie\n",
     "--task=ablate --downstream=thawed": "--downstream=thawed: allowed are live, frozen\n",
     "--task=ablate --rows=17": "--rows=17: allowed are 2 to config.data.eval_rows = 16\n",
@@ -195,11 +217,14 @@ LATE = {  # by what the run has
     "--task=remove": "--task=remove takes either --heads=0.1,1.3 or --from=FILE --keep=60%\n",
     "--task=remove --heads=0.1 --keep=60%": "--keep and --orders go with --from=FILE, not with --heads\n",
     "--task=remove --heads=0.1 --step=all": "--step=all: remove takes one step; allowed are last, best, or a saved",
-    "--task=remove --heads=0.1 --out=RUN/eval": "RUN/eval: exists already; name another folder\n",
-    "--task=remove --from=RUN/config.json --keep=5": "RUN/config.json: not a result of --task=prune (KeyError: 'tab",
-    "--task=remove --from=RUN/no.json --keep=5": "RUN/no.json: not a result of --task=prune (FileNotFoundError: ",
-    "--task=remove --from=RUN/orders.json": "--keep=None: allowed is a share such as 60%, or 1 to 8 heads\n",
-    "--task=remove --from=RUN/orders.json --keep=0%": "--keep=0%: allowed is a share such as 60%, or 1 to 8 heads\n",
+    "--task=remove --heads=0.1 --out=RUN/eval":
+        "RUN/eval: exists already or lies among the checkpoints; name another folder\n",
+    "--task=remove --from=RUN/config.json --keep=5":
+        "RUN/config.json: not a result of --task=prune with orders (KeyErr",
+    "--task=remove --from=RUN/no.json --keep=5": "RUN/no.json: not a result of --task=prune with orders (FileNo",
+    "--task=remove --from=RUN/orders.json": "--from goes with --keep=60%, the share or number of heads that stay\n",
+    "--task=remove --from=RUN/orders.json --keep=0%":
+        "--keep=0%: allowed is a share such as 60%, or 1 to 7 of the 8 heads\n",
     "--task=remove --from=RUN/orders.json --keep=5 --orders=single": "--orders=single: RUN/orders.json has greedy\n",
 }
 
@@ -245,6 +270,9 @@ def test_what_the_run_does_not_have_is_named(eval_command, text, capsys, monkeyp
     monkeypatch.setenv("JAX_NUM_CPU_DEVICES", "1")  # JAX has started here
     workdir = small.run().workdir
     orders = [{"order": "greedy", "place": i, "heads": f"L{a}H{b}"} for i, (a, b) in enumerate(small.ALL)]
+    pairs = [{"order": "greedy", "place": i, "heads": f"L{i // 2}H{2 * (i % 2)} L{i // 2}H{2 * (i % 2) + 1}"}
+             for i in range(4)]  # fmt: skip
+    (workdir / "pairs.json").write_text(json.dumps({"tables": {"orders": pairs}}))
     (workdir / "orders.json").write_text(json.dumps({"tables": {"orders": orders}}))
     before = sorted(workdir.rglob("*"))
     with pytest.raises(SystemExit) as stopped:

@@ -7,7 +7,7 @@ import numpy as np
 from mha_jax.config import ConfigError
 from mha_jax.laboratory.edges import edge_table
 from mha_jax.laboratory.result import Result, check_choices, cost_of, evaluation_rows, no_context_line, provenance
-from mha_jax.probes import induction
+from mha_jax.probes import icl, induction
 from mha_jax.probes.panel import head_name
 from mha_jax.probes.subject import Subject
 from mha_jax.pruning import ablation, curves, sets
@@ -30,9 +30,10 @@ def ablate(snapshot: Snapshot, *, heads=None, replacements=ablation.REPLACEMENTS
     """
     check_choices("replacement", replacements, ablation.REPLACEMENTS)
     check_choices("downstream", downstream, ablation.DOWNSTREAM)
-    gone = [head_name(*h) for h in heads or () if h not in snapshot.subject.heads]
+    heads = sorted(set(heads or ()))
+    gone = [head_name(*h) for h in heads if h not in snapshot.subject.heads]
     if gone:
-        raise ConfigError(f"--heads: {', '.join(gone)} is not in this model, it was removed")
+        raise ConfigError(f"--heads: {', '.join(gone)} is not in this model, or was removed")
     tokens_RU = evaluation_rows(snapshot, rows)
     special = special_heads(snapshot)
     named = all_sets(snapshot.subject, special, heads)
@@ -44,6 +45,7 @@ def ablate(snapshot: Snapshot, *, heads=None, replacements=ablation.REPLACEMENTS
     total = len(downstream) * len(tokens_RU) * sum(
         len(single) if how == "tie" else len(swept) * (PERMUTATIONS if how == "resample" else 1)
         for how in replacements)  # fmt: skip
+    e, (R, _) = snapshot.panel.evaluation, tokens_RU.shape
     table, ways = [], {}
     for how in replacements:
         value = values(snapshot, how, tokens_RU, seed)
@@ -66,12 +68,13 @@ def ablate(snapshot: Snapshot, *, heads=None, replacements=ablation.REPLACEMENTS
                 row |= _row(cost, i) | _others(snapshot, found, n, i)
                 of_set, reason = ((), "one pattern for a whole layer: no set to match") if how == "tie" else matched[n]
                 table.append(row | _controls(cost, [place[s] for s in of_set], reason))
-    score, error = (snapshot.reading.values[k] for k in ("icl/score", "icl/score_se"))
+    score, error = map(float, icl.icl_score(found.whole_RT, e.early_RT[:R], e.late_RT[:R]))
     facts = provenance(snapshot) | {
         "sequences": len(tokens_RU),
         "edge_sequences": snapshot.run.config.probes.rows,
         "icl_warning": None if score < -2 * error else
         f"the whole model's ICL score, {score:+.3f} ± {error:.3f}, is no more than noise: shares of it say nothing",
+        "loss": float(found.whole_RT.mean(dtype=np.float64)),
         "icl_score": score,
         "no_context_line": no_context_line(snapshot.panel.evaluation)[0],
         "mean": f"over {CALIBRATION} sequences that are not evaluated, per head and position",
@@ -98,7 +101,7 @@ def all_sets(subject: Subject, special: dict, heads=None) -> list[sets.Named]:
     """Named sets first (one's own `heads`, and the `special_heads`), then every head, group, layer and all-but-one."""
     named = [sets.Named(name, "named", tuple(chosen)) for name, chosen in special.items() if chosen]
     if heads:
-        named.insert(0, sets.Named("--heads", "named", tuple(sorted(heads))))
+        named.insert(0, sets.Named("--heads", "named", tuple(heads)))
     return [*named, *sets.single_heads(subject), *sets.groups(subject), *sets.layers(subject),
             *sets.all_but_one(subject)]  # fmt: skip
 

@@ -8,13 +8,15 @@ import math
 
 import numpy as np
 
-from mha_jax.config import ConfigError, InterventionsConfig
+from mha_jax.config import Config, ConfigError, InterventionsConfig, to_dict
+from mha_jax.data.cache import digest
 from mha_jax.laboratory.result import Result, cost_of, evaluation_rows, provenance
 from mha_jax.pruning import ablation, curves, sets
 from mha_jax.pruning import gates as hard_concrete
 from mha_jax.run import Snapshot, open_run
 from mha_jax.training import loop, optimizer
 from mha_jax.training.console import Console
+from mha_jax.training.sharding import make_mesh
 from mha_jax.validation import resolve
 
 PENALTIES = (0.003, 0.01, 0.03, 0.1, 0.3, 1.0)  # nats a head
@@ -35,6 +37,12 @@ def gates(snapshot: Snapshot, *, penalties=PENALTIES, gate_steps: int = STEPS, t
         raise ConfigError(f"--penalties={','.join(map(str, penalties))}, --gate_steps={gate_steps}: allowed are some "
                           "finite penalties of 0 or more, and 1 or more steps")  # fmt: skip
     subject, config = snapshot.subject, snapshot.run.config
+    if from_scratch:
+        try:
+            make_mesh(scratch_config(snapshot, subject.heads, snapshot.step))
+        except ConfigError as error:
+            raise ConfigError(f"models from scratch cannot be trained here: {error}; --noscratch leaves them out") \
+                from None  # fmt: skip
     tokens_RU = evaluation_rows(snapshot, rows)
     source = snapshot.panel.source
 
@@ -60,7 +68,8 @@ def gates(snapshot: Snapshot, *, penalties=PENALTIES, gate_steps: int = STEPS, t
         cost = cost_of(snapshot, found.whole_RT, found.loss_PSRT, seed)
         steps = snapshot.step + (gate_steps if train_params else 0)
         if from_scratch and kept and tuple(kept) not in scratch_loss:
-            say(f"training {len(kept)} heads from scratch for {steps} steps")
+            say(f"training {len(kept)} heads from scratch for {steps} steps, as long as the run took "
+                "(--noscratch leaves this out)")  # fmt: skip
             scratch_loss[tuple(kept)] = train_from_scratch(snapshot, kept, steps, tokens_RU)
         table.append({
             "penalty": point.penalty, "kept": len(kept), "of": len(subject.heads), "loss": cost.loss_S[0],
@@ -80,20 +89,27 @@ def gates(snapshot: Snapshot, *, penalties=PENALTIES, gate_steps: int = STEPS, t
     })  # fmt: skip
 
 
-def train_from_scratch(snapshot: Snapshot, kept, steps: int, tokens_RU) -> float:
-    """Mean loss in nats of a new model with these heads alone, trained for `steps` steps as the run was, none held."""
+def scratch_config(snapshot: Snapshot, kept, steps: int) -> Config:
+    """The run's config with these heads alone, another seed, none held: a model that is trained for `steps` steps."""
     config, L = snapshot.run.config, snapshot.run.config.model.num_layers
     layers = tuple(tuple(n for layer, n in sorted(kept) if layer == i) for i in range(L))
-    name = "_".join(f"{sum(1 << n for n in heads):x}" for heads in layers)  # a bit a head: short and unmistakable
-    new = dataclasses.replace(
+    tokenizer = snapshot.run.workdir / "tokenizer.json"
+    return resolve(dataclasses.replace(
         config, name=f"{config.name} from scratch", steps=steps, seed=config.seed ^ 1,
         model=dataclasses.replace(config.model, kept_heads=layers),
+        data=dataclasses.replace(config.data, **({"tokenizer": str(tokenizer)} if tokenizer.exists() else {})),
         probes=dataclasses.replace(config.probes, panel=str(max(steps, 1)), induction_every=max(steps, 1)),
         checkpoint=dataclasses.replace(config.checkpoint, save=str(max(steps, 1)), keep="all"),
         tracking=dataclasses.replace(config.tracking, wandb="disabled"), interventions=InterventionsConfig(),
-    )  # fmt: skip
-    folder = snapshot.run.workdir / "eval" / "prune" / "scratch" / f"{steps}_{name}"
+    ))  # fmt: skip
+
+
+def train_from_scratch(snapshot: Snapshot, kept, steps: int, tokens_RU) -> float:
+    """Mean loss in nats of a new model with these heads alone, trained for `steps` steps as the run was."""
+    config = scratch_config(snapshot, kept, steps)
+    name = f"{len(kept)}_heads_{steps}_steps_{digest(to_dict(config))[:8]}"  # what is made of another config is another
+    folder = snapshot.run.workdir / "eval" / "prune" / "scratch" / name
     if not (folder / "summary.json").exists():
-        loop.train(resolve(new), folder, console=Console(active=False))
+        loop.train(config, folder, console=Console(active=False))
     trained = open_run(folder).at(steps).subject
     return float(ablation.whole_losses(trained, tokens_RU).mean(dtype=np.float64))

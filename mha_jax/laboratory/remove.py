@@ -55,8 +55,8 @@ def remove(snapshot: Snapshot, heads, out=None, say=lambda message: None) -> Res
     if not left:
         raise ConfigError("--heads: all heads that are left; nothing would remain to be measured")
     at = folder.absolute(out) if out else run.workdir.with_name(f"{run.workdir.name}_{left}of{len(subject.heads)}")
-    if at.exists():
-        raise ConfigError(f"--out={at}: exists already; name another folder")
+    if at.exists() or run.checkpoints.folder in at.parents:
+        raise ConfigError(f"--out={at}: exists already or lies among the checkpoints; name another folder")
     found, meta = run.checkpoints.restore(snapshot.step, _abstract(run))
     tree, model = surgery.remove_heads(found, run.config.model, cut)
     new = resolve(dataclasses.replace(run.config, name=f"{run.config.name} without {_names(cut)}", model=model,
@@ -96,28 +96,32 @@ def from_order(path, order: str | None, keep: str, subject: Subject) -> list[tup
         if not listed:
             raise ValueError("it has no order")
     except (OSError, ValueError, KeyError, TypeError) as error:
-        raise ConfigError(f"--from={path}: not a result of --task=prune ({folder.first_line(error)})") from None
+        reason = folder.first_line(error)
+        raise ConfigError(f"--from={path}: not a result of --task=prune with orders ({reason})") from None
     names = list(dict.fromkeys(row["order"] for row in table))
     order = order or names[0]
     if order not in names:
         raise ConfigError(f"--orders={order}: {path} has {', '.join(names)}")
-    text = keep or ""
+    if keep is None:
+        raise ConfigError("--from goes with --keep=60%, the share or number of heads that stay")
+    text = keep
     try:
         stay = float(text[:-1]) / 100 * len(subject.heads) if text.endswith("%") else float(int(text))
     except ValueError:
         stay = math.nan
-    if not 0 < stay <= len(subject.heads):
-        raise ConfigError(f"--keep={keep}: allowed is a share such as 60%, or 1 to {len(subject.heads)} heads")
-    gone, go = [], len(subject.heads) - max(1, round(stay))
+    have = len(subject.heads)
+    if not 1 <= round(0 if math.isnan(stay) else stay) < have:
+        raise ConfigError(f"--keep={keep}: allowed is a share such as 60%, or 1 to {have - 1} of the {have} heads")
+    gone, possible = [], []
     for _, _, heads in (row for row in listed if row[1] == order):
         unit = surgery.parse_heads(heads.replace(" ", ","), subject.cfg.num_layers, subject.cfg.num_heads, "--from")
-        unit = [head for head in unit if head in subject.heads]  # the others went in an earlier removal
-        if len(gone) + len(unit) > go:
-            break
-        gone += unit
-    if not gone:
-        raise ConfigError(f"--keep={keep}: nothing would go; the run has {len(subject.heads)} heads")
-    return gone
+        gone += [head for head in unit if head in subject.heads]  # the others went in an earlier removal
+        possible.append(have - len(gone))
+        if possible[-1] == round(stay):
+            return gone
+    near = sorted({n for n in possible if 0 < n < have}, key=lambda n: abs(n - stay))[:2]
+    raise ConfigError(f"--keep={keep}: the order {order} in {path} cannot leave {round(stay)} of {have} heads; nearest "
+                      f"are {', '.join(map(str, sorted(near))) or 'none'}")  # fmt: skip
 
 
 def compare(snapshot: Snapshot, after: Subject, cut) -> dict:
@@ -149,20 +153,25 @@ def _abstract(run) -> dict:
 def _write(at, new: Config, tree, meta: dict, snapshot: Snapshot, cut, loss: float):
     """config.json, config.py, tokenizer, where it comes from, and the checkpoint last: a folder without one is no run
     that could be mistaken for a whole one."""
+    final, at = at, at.with_name(f".{at.name}.half")  # a folder under its own name is whole
+    shutil.rmtree(at, ignore_errors=True)
     at.mkdir(parents=True)
     source = snapshot.run.workdir
     folder.write_json(at / "config.json", configs.to_dict(new))
+    title = new.name.replace("\\", "/").replace('"', "'")  # it stands in a docstring
     folder.write_atomically(at / "config.py", CONFIG_PY.format(
-        name=new.name, source=source.name, step=snapshot.step, heads=_names(cut), folder=at))  # fmt: skip
+        name=title, source=source.name, step=snapshot.step, heads=_names(cut), folder=final))  # fmt: skip
     folder.write_json(at / "removed.json", {"run": str(source), "step": snapshot.step, "hash": meta["hash"],
                                             "heads": [head_name(*h) for h in cut]})  # fmt: skip
     if (source / "tokenizer.json").exists():
         shutil.copy(source / "tokenizer.json", at / "tokenizer.json")
-    kept = {k: meta[k] for k in ("tokens", "seconds", "probe_seconds", "compile_seconds", "data")}
+    kept = {"data": meta["data"], "tokens": meta["tokens"], "untimed_tokens": meta["tokens"]}
+    kept |= dict.fromkeys(("seconds", "probe_seconds", "compile_seconds"), 0.0)  # another model's
     tree = jax.tree.map(jax.numpy.asarray, tree)
     Checkpoints(at, new.checkpoint, new.steps).save(
         snapshot.step, tree, kept | {"config": configs.to_dict(new)}, loss
     )  # fmt: skip
+    at.rename(final)
 
 
 def _names(heads) -> str:

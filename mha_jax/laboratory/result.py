@@ -36,10 +36,14 @@ def provenance(snapshot: Snapshot) -> dict:
 
 
 def check_choices(key: str, chosen, allowed):
-    """ConfigError naming the first of `chosen` that is not among those allowed."""
-    for name in chosen:
+    """ConfigError naming the first of `chosen` that is not among those allowed or comes twice, or that none is."""
+    if isinstance(chosen, str) or not chosen:
+        raise ConfigError(f"--{key}={chosen!r}: allowed are some of {', '.join(allowed)}")
+    for i, name in enumerate(chosen):
         if name not in allowed:
             raise ConfigError(f"--{key}={name}: allowed are {', '.join(allowed)}")
+        if name in chosen[:i]:
+            raise ConfigError(f"--{key}={','.join(chosen)}: {name} is named twice")
 
 
 def evaluation_rows(snapshot: Snapshot, rows: int | None) -> np.ndarray:

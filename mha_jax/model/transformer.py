@@ -130,6 +130,8 @@ class Transformer(nnx.Module):
             raise ValueError(f"capture {sorted(unknown)}: allowed are {CAPTURES}" if unknown else "cache must be None")
         if (start == 0) != (x_BTD is None):
             raise ValueError("start and x_BTD are given together")
+        if not 0 <= start <= self.num_layers:
+            raise ValueError(f"start = {start}: allowed are 0 to {self.num_layers}, where only the unembedding is left")
         if interventions is not None:
             interventions.check(self.num_layers, self.num_heads)
         positions_bT = jnp.arange(tokens_BT.shape[1])[None] if positions_BT is None else positions_BT

@@ -102,8 +102,9 @@ def loss_midpoint(steps, eval_loss, plateau, bayes):
 
 
 def midpoint_gap(loss_midpoint_step, formed):
-    """loss_midpoint_step - formation step: negative when the loss fell first. None when either is missing."""
-    if loss_midpoint_step is None or formed.step is None:
+    """loss_midpoint_step - formation step: negative when the loss fell first. None when either is missing, or the head
+    had formed at the first probe, of a run that begins with a trained model, say."""
+    if loss_midpoint_step is None or formed.step is None or formed.bracket[0] == formed.bracket[1]:
         return None
     return loss_midpoint_step - formed.step
 
@@ -128,6 +129,8 @@ def describe(formed, midpoint_step=None, midpoint_bracket=None):
     if midpoint_step is None:
         return line
     low, high = midpoint_bracket
+    if low == high:
+        return line + f"; the loss midpoint at or before the first evaluation, step {high}"
     line += f"; loss midpoint at step {midpoint_step} (between evaluations {low} and {high})"
     gap = midpoint_gap(midpoint_step, formed)
     if gap is None:

@@ -43,10 +43,15 @@ def effects(whole_RT, loss_PSRT, early_RT, late_RT, no_context_RT, seed: int = 0
     def means(loss_SRT, name, weights_KR):
         """[K, S]: mean loss inside a window under each weighting of the rows."""
         sums_SR = np.einsum("srt,rt->sr", loss_SRT, windows[name].astype(np.float64))
-        return weights_KR @ sums_SR.T / (weights_KR @ windows[name].sum(1))[:, None]
+        tokens_K = weights_KR @ windows[name].sum(1)
+        return weights_KR @ sums_SR.T / np.where(tokens_K > 0, tokens_K, np.nan)[:, None]
 
     def interval(value_KS):
-        return np.quantile(value_KS, [(1 - LEVEL) / 2, (1 + LEVEL) / 2], axis=0).T
+        """Over the draws that have a token in each window: of few rows, some have none."""
+        known_KS = value_KS[np.isfinite(value_KS).all(1)]
+        if not len(known_KS):
+            return np.full((value_KS.shape[1], 2), np.nan)
+        return np.quantile(known_KS, [(1 - LEVEL) / 2, (1 + LEVEL) / 2], axis=0).T
 
     once_KR = np.ones((1, R))
     mean_SRT, whole_SRT = loss_PSRT.mean(0, dtype=np.float64), whole_RT[None].astype(np.float64)

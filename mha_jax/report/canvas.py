@@ -86,7 +86,7 @@ def _read_summary(path: pathlib.Path) -> dict:
     return summary
 
 
-def panels(num: int, right: float, last_step: int):
+def panels(num: int, right: float, last_step: int, first_step: int = 0):
     """(Figure, axes) of panels under each other on one step axis; `right` inches are for the names of lines.
 
     The axis ends at the last step exactly, so that lines end where their names begin.
@@ -96,7 +96,7 @@ def panels(num: int, right: float, last_step: int):
     axes = figure.subplots(num, 1, sharex=True)
     figure.subplots_adjust(left=0.95 / width, right=1 - right / width, top=1 - 0.95 / height, bottom=0.5 / height,
                            hspace=0.12)  # fmt: skip
-    axes[0].set_xlim(0, max(last_step, 1))
+    axes[0].set_xlim(first_step, max(last_step, first_step + 1))
     axes[0].xaxis.set_major_locator(MaxNLocator(7, integer=True))
     axes[-1].set_xlabel("optimizer step")
     return figure, axes

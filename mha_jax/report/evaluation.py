@@ -1,10 +1,13 @@
 """What eval.py does: run one task of the laboratory on saved steps, print its tables, write JSON, CSV and pictures."""
+import dataclasses
 import json
 import pathlib
+import re
 
 from tqdm import tqdm
 
 from mha_jax.config import ConfigError
+from mha_jax.data.cache import digest
 from mha_jax.laboratory import ablate, gates, heads, icl, prune, remove
 from mha_jax.laboratory.result import Result
 from mha_jax.model import surgery, transformer
@@ -13,8 +16,9 @@ from mha_jax.probes import icl as icl_scores
 from mha_jax.report import canvas, laboratory, plots, tables
 from mha_jax.run import Run, Snapshot, open_run
 from mha_jax.training import tracking
-from mha_jax.training.folder import absolute, write_atomically, write_json
+from mha_jax.training.folder import absolute, read_json, write_atomically, write_json
 
+LONGEST_NAME = 120  # of the options in a file name
 ALL = ("heads", "icl", "ablate", "prune", "gates")  # what --task=all runs; gates is --task=prune --method=gates
 HEAD_COLUMNS = ("head", "reading", "induction", *behaviour.HEAD_SCORES, "copying_eigenvalues", "zeroed_loss_change")
 
@@ -27,15 +31,37 @@ def evaluate(workdir, task: str, step: str = "last", out=None, **options) -> lis
     run, results = open_run(workdir), []
     if task == "remove" and step == "all":
         raise ConfigError("--step=all: remove takes one step; allowed are last, best, or a saved step")
+    place = absolute(out) if out and task != "remove" else run.workdir / "eval"
+    if place.exists() and not place.is_dir():
+        raise ConfigError(f"--out={place}: a file; allowed is a folder")
     for at in run.steps(step):
         snapshot = run.at(at)
         for name in ALL if task == "all" else (task,):
-            kind = name.replace("gates", "prune")
-            folder = absolute(out) if out and name != "remove" else run.workdir / "eval" / kind
-            if out and task == "all":
-                folder /= kind
-            results.append(_show(snapshot, _run(snapshot, name, out, options), folder, name, options))
+            folder = place / name.replace("gates", "prune")
+            stem = folder / f"{at:06d}{'_gates' if name == 'gates' else ''}{_suffix(options)}"
+            if out and task != "remove":
+                _check_owner(stem.with_name(f"{stem.name}.json"), snapshot)
+            result = _run(snapshot, name, out, options)
+            if name == "remove":
+                stem = folder / pathlib.Path(result.facts["folder"]).name
+            results.append(_show(snapshot, result, stem, name))
     return results
+
+
+def _suffix(options: dict) -> str:
+    """The options, for file names: another question's answer does not replace this one's."""
+    text = "".join(f"_{key}={_in_name(value)}" for key, value in sorted(options.items()))
+    return text if len(text) <= LONGEST_NAME else f"{text[:LONGEST_NAME - 17]}_{digest(text)[:16]}"
+
+
+def _in_name(value) -> str:
+    return "+".join(map(str, value)) if isinstance(value, tuple) else re.sub("[^0-9A-Za-z.+-]", "+", str(value))
+
+
+def _check_owner(path: pathlib.Path, snapshot: Snapshot):
+    """ConfigError where a result of another checkpoint would be replaced in a folder of the user's own."""
+    if path.exists() and read_json(path).get("hash") != snapshot.meta["hash"]:
+        raise ConfigError(f"--out: {path} is the result of another checkpoint; name another folder")
 
 
 def _run(snapshot: Snapshot, task: str, out, options: dict) -> Result:
@@ -70,20 +96,20 @@ def _remove(snapshot: Snapshot, out, options: dict) -> Result:
         raise ConfigError("--keep and --orders go with --from=FILE, not with --heads")
     if len(orders) > 1:
         raise ConfigError(f"--orders={','.join(orders)}: remove follows one order")
-    if path is not None:
-        chosen = remove.from_order(path, orders[0] if orders else None, keep, snapshot.subject)
-        other = json.loads(pathlib.Path(path).read_text()).get("hash")
-        if other != snapshot.meta["hash"]:
-            print(f"warning: {path} was made of checkpoint {other}, this one is {snapshot.meta['hash']}")
-    return remove.remove(snapshot, chosen, out, say=print)
+    if path is None:
+        return remove.remove(snapshot, chosen, out, say=print)
+    chosen = remove.from_order(path, orders[0] if orders else None, keep, snapshot.subject)
+    other = read_json(pathlib.Path(path)).get("hash")
+    if other != snapshot.meta["hash"]:
+        print(f"warning: {path} was made of checkpoint {other}, this one is {snapshot.meta['hash']}")
+    result = remove.remove(snapshot, chosen, out, say=print)
+    by = {"from": str(path), "from_hash": other, "order": orders[0] if orders else "the first", "keep": keep}
+    return dataclasses.replace(result, facts=result.facts | by)
 
 
-def _show(snapshot: Snapshot, result: Result, folder, name: str, options: dict) -> dict:
-    """Writes and prints a result; returns its JSON. The options are in the file names: another question's answer does
-    not replace this one's."""
-    stem = f"{snapshot.step:06d}" + ("_gates" if name == "gates" else "")
-    if name != "remove":  # its folder is new each time
-        stem += "".join(f"_{key}={_in_name(value)}" for key, value in sorted(options.items()))
+def _show(snapshot: Snapshot, result: Result, at: pathlib.Path, name: str) -> dict:
+    """Writes a result into files whose names begin as `at`, and prints it; returns its JSON."""
+    folder, stem = at.parent, at.name
     written = {"task": result.task} | result.facts | {"tables": result.tables}
     write_json(folder / f"{stem}.json", written)
     for table, rows in result.tables.items():
@@ -96,10 +122,6 @@ def _show(snapshot: Snapshot, result: Result, folder, name: str, options: dict) 
     print(f"written: {folder / stem}.json, {len(result.tables)} table(s) as CSV, {len(pictures)} picture(s)")
     tracking.send_evaluation(snapshot.run.workdir, snapshot.run.config, name, snapshot.step, pictures, result.tables)
     return written
-
-
-def _in_name(value) -> str:
-    return "+".join(map(str, value)) if isinstance(value, tuple) else str(value).replace(",", "+")
 
 
 def figures(snapshot: Snapshot, result: Result) -> dict:

@@ -39,7 +39,8 @@ DASHED = (0, (4, 3))
 @styled
 def emergence_figure(run: Run) -> Figure:
     """Loss, ICL score and prefix matching over steps."""
-    figure, axes = panels(3, right=1.75, last_step=max(e["step"] for e in run.events))
+    steps = [e["step"] for e in run.events]
+    figure, axes = panels(3, right=1.75, last_step=max(steps), first_step=min(steps))  # heads removed: not from 0
     for ax, draw in zip(axes, (_loss_panel, _icl_panel, _heads_panel), strict=True):
         name_lines(ax, draw(ax, run))
     figure.align_ylabels(axes)
@@ -110,7 +111,7 @@ def _mark_formation(axes, run: Run):
     formed, midpoint, rise = (found[k] for k in ("formation_step", "loss_midpoint_step", "formation_rise"))
     if found["censored_at"] is not None:
         text = f"no induction head formed by step {found['censored_at']} (strength {found['strength']:.2f})"
-        write_over(axes[0], 0, 16, text, EVENT)
+        write_over(axes[0], axes[0].get_xlim()[0], 16, text, EVENT)
     if formed is not None:
         low, high = found["formation_bracket"]
         text = f"formed {formed:.0f} (probes {low} to {high})" if low < high else f"formed by the first probe, {low}"

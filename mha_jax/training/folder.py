@@ -151,7 +151,11 @@ def check_same_data(meta: dict, fingerprint: str):
     standard library): the same config would speak of other tokens."""
     saved = meta.get("data")
     if saved != fingerprint:
-        raise ConfigError(f"the data here is not that of step {meta['step']}: its fingerprint is {fingerprint}, the "
+        names = ("tokenizer", "training tokens", "validation tokens")
+        parts = zip(names, str(saved).split("-"), fingerprint.split("-"), strict=False)
+        other = ", ".join(name for name, a, b in parts if a != b) if fingerprint.count("-") == 2 else "task"
+        raise ConfigError(f"the data here is not that of step {meta['step']} ({other}): its fingerprint is "
+                          f"{fingerprint}, the "
                           f"checkpoint's {saved}; 'stdlib' is the library of the Python that runs, so use the Python "
                           "of environment.json, or train on a prepared dataset folder")  # fmt: skip
 

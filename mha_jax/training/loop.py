@@ -47,9 +47,15 @@ class Progress:
 
     step: int = 0
     tokens: int = 0
+    untimed_tokens: int = 0  # of these, seen by a model with more heads: heads were removed since
     seconds: float = 0.0
     probe_seconds: float = 0.0
     compile_seconds: float = 0.0
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Of this model."""
+        return (self.tokens - self.untimed_tokens) / max(self.seconds, 1e-9)
 
 
 def train(config: Config, workdir, *, restore: str = "state", draw=None, console: Console | None = None) -> dict:
@@ -156,7 +162,8 @@ class Training:
             adamw = moments["1"] | {"2": {"count": scalar(at)}}
             items = items | {"optimizer": moments | {"1": adamw}}
         self.state = items | {"step": scalar(at), "failed_at": scalar(-1)}
-        self.progress = Progress(at, meta["tokens"], meta["seconds"], meta["probe_seconds"], meta["compile_seconds"])
+        self.progress = Progress(at, meta["tokens"], meta.get("untimed_tokens", 0), meta["seconds"],
+                                 meta["probe_seconds"], meta["compile_seconds"])  # fmt: skip
         if at == self.config.steps:  # it was timed when it was made; measuring it again does not count
             self.finished = dataclasses.replace(self.progress)
         how = "parameters alone, with a fresh optimizer" if restore == "params" else "exactly"
@@ -299,7 +306,7 @@ class Training:
         if full:
             self.reading = reading
             rate = {"perf/probe_share": p.probe_seconds / max(p.seconds, 1e-9),
-                    "perf/tokens_per_second": p.tokens / max(p.seconds, 1e-9)}  # fmt: skip
+                    "perf/tokens_per_second": p.tokens_per_second}  # fmt: skip
             known = any("limit/uniform" in e for e in self.events)
             values |= ({} if known else self.panel.limits) | rate
         if log:
@@ -311,8 +318,9 @@ class Training:
 
     def _show(self, full: bool):
         p, values = self.progress, self.reading.values if self.reading else {}
-        rate = p.tokens / max(p.seconds, 1e-9)
-        left = (self.config.steps - p.step) * p.seconds / p.step if p.step else 0.0
+        rate = p.tokens_per_second
+        row_tokens = self.config.data.batch_size * self.config.data.length
+        left = (self.config.steps - p.step) * row_tokens / rate if rate else 0.0
         numbers = {"loss": f"{values['eval/loss']:.3f}", "ICL": f"{values['icl/score']:+.3f}"} if values else {}
         numbers |= self.best | {"tok/s": f"{rate:,.0f}"}
         self.console.show(p.step, self.config.steps, numbers, left, full)
@@ -320,9 +328,7 @@ class Training:
     def _save(self, eval_loss: float | None):
         self._tick()
         p = self.progress
-        meta = {"tokens": p.tokens, "seconds": p.seconds, "probe_seconds": p.probe_seconds,
-                "compile_seconds": p.compile_seconds, "data": self.source.fingerprint,
-                "config": configs.to_dict(self.config)}  # fmt: skip
+        meta = dataclasses.asdict(p) | {"data": self.source.fingerprint, "config": configs.to_dict(self.config)}
         self.checkpoints.save(p.step, self.state, meta, eval_loss)
         self._clock = time.perf_counter()  # writing is not training: it depends on the disk and the schedule
         self.saved_at = p.step
@@ -330,7 +336,7 @@ class Training:
     def _finish(self, draw) -> dict:
         p = self.finished or self.progress
         totals = {"steps": p.step, "tokens": p.tokens, "seconds": p.seconds, "compile_seconds": p.compile_seconds,
-                  "tokens_per_second": p.tokens / max(p.seconds, 1e-9),
+                  "tokens_per_second": p.tokens_per_second,
                   "probe_share": p.probe_seconds / max(p.seconds, 1e-9),
                   "num_params": transformer.count_params(self.config.model)}  # fmt: skip
         out = summary.summarise(self.config, self.events, self.panel, self.reading, totals)

@@ -100,7 +100,7 @@ def describe(s: dict) -> list[str]:
         claim = "below it" if s["learns_in_context"] else "not below it"
     else:
         way = (s["icl_score"] - s["icl_unigram"]) / (s["icl_bayes"] - s["icl_unigram"])
-        claim = f"Bayes {s['icl_bayes']:+.4f}; {way:.0%} of the way"
+        claim = f"Bayes {s['icl_bayes']:+.4f}; {way:.0%} of the way to it from the unigram's"
     claim += ": learns in context" if s["learns_in_context"] else ": counting tokens explains most of it"
     packing = f", rows {s['packing']}" if s["packing"] else ""
     lines.append(f"ICL score: {s['icl_score']:+.4f} ± {s['icl_score_se']:.4f} nats, late minus early{packing} "

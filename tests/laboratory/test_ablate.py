@@ -113,7 +113,7 @@ def test_controls_are_other_heads_of_the_same_layers():
 def test_sets_that_have_their_name_from_what_their_heads_do(monkeypatch):
     snapshot = small.snapshot()
     monkeypatch.setattr(type(snapshot.panel), "induction_heads", lambda *_: [(1, 0), (1, 3)])
-    found = ablate.all_sets(snapshot.subject, ablate.special_heads(snapshot), [(1, 2), (0, 1)])
+    found = ablate.all_sets(snapshot.subject, ablate.special_heads(snapshot), [(0, 1), (1, 2)])
     named = {n.name: n.heads for n in found if n.kind == "named"}
     assert list(named)[:3] == ["--heads", "induction heads", "all other heads"]
     assert named["--heads"] == ((0, 1), (1, 2)) and named["induction heads"] == ((1, 0), (1, 3))
@@ -156,8 +156,24 @@ def test_a_head_that_is_gone_is_an_error_and_not_a_change_of_nothing():
     snapshot = small.snapshot()
     cfg = dataclasses.replace(snapshot.subject.cfg, kept_heads=((0, 1, 2, 3), (0, 1, 3)))
     left = dataclasses.replace(snapshot, subject=dataclasses.replace(snapshot.subject, cfg=cfg))
-    with pytest.raises(ConfigError, match="--heads: L1H2 is not in this model, it was removed"):
+    with pytest.raises(ConfigError, match="--heads: L1H2 is not in this model, or was removed"):
         ablate.ablate(left, heads=[(0, 1), (1, 2)])
+
+
+def test_a_head_named_twice_is_one_head():
+    twice = ablate.ablate(small.snapshot(), heads=[(1, 0), (1, 0)], replacements=("zero",), downstream=("live",))
+    assert (twice.tables["sets"][0]["heads"], twice.tables["sets"][0]["controls"]) == ("L1H0", 3)
+
+
+def test_the_score_that_shares_are_of_is_that_of_the_rows():
+    found = ablate.ablate(small.snapshot(), rows=6, replacements=("zero",), downstream=("live",))
+    e = small.snapshot().panel.evaluation
+    loss_RT = small.loss_without([], e.tokens_RU[:6])
+    score = loss_RT[e.late_RT[:6]].mean() - loss_RT[e.early_RT[:6]].mean()
+    assert found.facts["icl_score"] == pytest.approx(score, abs=1e-5)
+    assert found.facts["loss"] == pytest.approx(loss_RT.mean(), abs=1e-5)
+    row = next(r for r in found.tables["sets"] if r["set"] == "L0H0")
+    assert row["icl_removed"] == pytest.approx(1 - row["icl"] / score, abs=1e-4)
 
 
 def test_few_rows_on_many_devices():

@@ -43,7 +43,7 @@ def test_the_same_heads_from_scratch_are_a_run_made_once(front, monkeypatch):
     found, said, _ = front
     row = found.tables["front"][0]
     kept = small.parse(row["survivors"])
-    assert said == [f"training {len(kept)} heads from scratch for 30 steps"]
+    assert len(said) == 1 and said[0].startswith(f"training {len(kept)} heads from scratch for 30 steps, as long as")
     (folder,) = (small.run().workdir / "eval" / "prune" / "scratch").iterdir()
     own, made = read_config(small.run().workdir), read_config(folder)
     assert made.model.kept_heads == tuple(tuple(n for i, n in kept if i == layer) for layer in range(2))
@@ -94,6 +94,16 @@ def test_each_set_of_heads_has_a_folder_and_is_trained_freely(monkeypatch):
         assert config.model.kept_heads == ((), heads) and config.interventions == InterventionsConfig()
         assert isinstance(config, Config) and config.tracking.wandb == "disabled"
     assert len(names) == 4
+
+
+def test_models_that_cannot_be_trained_here_are_refused_before_anything_is(monkeypatch):
+    snapshot, begun = small.snapshot(), []
+    config = dataclasses.replace(snapshot.run.config, mesh=dataclasses.replace(snapshot.run.config.mesh, data=64))
+    elsewhere = dataclasses.replace(snapshot, run=dataclasses.replace(snapshot.run, config=config))
+    monkeypatch.setattr(gates.hard_concrete, "front", lambda *_, **__: begun.append(1))
+    with pytest.raises(ConfigError, match="models from scratch cannot be trained here: .*--noscratch leaves them out"):
+        gates.gates(elsewhere, **OPTIONS)
+    assert not begun
 
 
 @pytest.mark.parametrize("options", [{"penalties": ()}, {"penalties": (0.1, -1.0)}, {"penalties": (np.nan,)},

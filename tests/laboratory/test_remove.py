@@ -11,6 +11,7 @@ from ml_collections import config_flags
 
 from mha_jax.config import ConfigError
 from mha_jax.laboratory import icl, prune, remove
+from mha_jax.laboratory.result import Result
 from mha_jax.model.interventions import ablate
 from mha_jax.model.surgery import remove_heads
 from mha_jax.probes.subject import Subject
@@ -120,6 +121,9 @@ def test_it_trains_on_through_its_own_config(removed, monkeypatch):
     steps = [e["step"] for e in read_metrics(folder) if "train/loss" in e]
     assert steps == [20] and load(folder).step == small.STEPS  # one in ten is logged, and none from before
     assert summary["final_eval_loss"] < removed[1].facts["loss_removed"]
+    own = (small.STEPS - small.HALF) * 8 * 32  # tokens that this model was trained on, and timed
+    assert summary["tokens_per_second"] == pytest.approx(own / summary["seconds"], rel=1e-6)
+    assert all(e["seconds"] <= summary["seconds"] for e in read_metrics(folder))
 
 
 def moments(run, step):
@@ -186,8 +190,9 @@ def file(tmp_path_factory):
     ("example", "60%", [(0, 0), (0, 1), (0, 2)]),  # 4.8 heads stay: 5
     ("example", "5", [(0, 0), (0, 1), (0, 2)]),
     ("greedy", "75%", [(1, 3), (1, 2)]),
-    ("greedy", "0.1%", small.ALL[:0:-1]),  # one always stays
-    ("groups", "5", [(0, 0), (0, 1)]),  # a group goes whole or not at all
+    ("greedy", "1", small.ALL[:0:-1]),
+    ("groups", "6", [(0, 0), (0, 1)]),
+    ("groups", "50%", [(0, 0), (0, 1), (1, 2), (1, 3)]),
     (None, "6", [(0, 0), (0, 1)]),  # the file's first order
 ])  # fmt: skip
 def test_heads_from_an_order(file, order, keep, gone):
@@ -199,12 +204,14 @@ def test_an_order_of_the_whole_model_goes_on_where_heads_are_gone(file, removed,
 
 
 @pytest.mark.parametrize(("order", "keep", "message"), [
-    ("example", None, "--keep=None: allowed is a share such as 60%, or 1 to 8 heads"),
+    ("example", None, "--from goes with --keep=60%, the share or number of heads that stay"),
     ("example", "0", "--keep=0: allowed"), ("example", "9", "--keep=9: allowed"), ("example", "-3", "--keep=-3: allow"),
     ("example", "120%", "--keep=120%: allowed"), ("example", "half", "--keep=half: allowed"),
     ("example", "0.6", "--keep=0.6: allowed"), ("example", "nan%", "--keep=nan%: allowed"),
-    ("example", "8", "--keep=8: nothing would go; the run has 8 heads"),
-    ("groups", "7", "--keep=7: nothing would go; the run has 8 heads"),
+    ("example", "8", "--keep=8: allowed is a share such as 60%, or 1 to 7 of the 8 heads"),
+    ("example", "0.1%", "--keep=0.1%: allowed is a share such as 60%, or 1 to 7 of the 8 heads"),
+    ("groups", "7", "--keep=7: the order groups in .* cannot leave 7 of 8 heads; nearest are 4, 6"),
+    ("groups", "5", "--keep=5: the order groups in .* cannot leave 5 of 8 heads; nearest are 4, 6"),
     ("single", "5", "--orders=single: .* has .*example"),
 ])  # fmt: skip
 def test_shares_and_orders_that_there_are_not(file, order, keep, message):
@@ -219,7 +226,7 @@ def test_a_file_that_is_no_prune_result(tmp_path, text):
     path = tmp_path / "x.json"
     if text is not None:
         path.write_text(text)
-    wanted = r"^--from=.*: not a result of --task=prune \(|^--from = '9\.9': '9\.9' does not exist"
+    wanted = r"^--from=.*: not a result of --task=prune with orders \(|^--from = '9\.9': '9\.9' does not exist"
     with pytest.raises(ConfigError, match=wanted) as error:
         remove.from_order(path, None, "5", small.snapshot().subject)
     assert "\n" not in str(error.value)
@@ -227,10 +234,11 @@ def test_a_file_that_is_no_prune_result(tmp_path, text):
 
 def test_what_evaluation_passes_on(monkeypatch, file):
     """--from and --keep lead to the heads of the order; what does not belong together is refused."""
-    seen = []
-    monkeypatch.setattr(remove, "remove", lambda snapshot, heads, out, say: seen.append((heads, out)))
+    seen, result = [], Result("remove", {}, {})
+    monkeypatch.setattr(remove, "remove", lambda snapshot, heads, out, say: (seen.append((heads, out)), result)[1])
     snapshot, go = small.snapshot(), evaluation._remove
-    go(snapshot, "new", {"from_file": str(file), "keep": "75%", "orders": ("greedy",)})
+    found = go(snapshot, "new", {"from_file": str(file), "keep": "75%", "orders": ("greedy",)})
+    assert found.facts == {"from": str(file), "from_hash": None, "order": "greedy", "keep": "75%"}
     go(snapshot, "new", {"heads": [(0, 1)]})
     assert seen == [([(1, 3), (1, 2)], "new"), ([(0, 1)], "new")]
     for options, message in (

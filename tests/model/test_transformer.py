@@ -234,6 +234,9 @@ def test_what_forward_refuses():
         transformer.forward(graph, params, oracle.random_tokens(cfg, 1, T=9))
     with pytest.raises(ValueError, match="start and x_BTD"):
         transformer.forward(graph, params, tokens, start=1)
+    for start in (-1, cfg.num_layers + 1):
+        with pytest.raises(ValueError, match=f"start = {start}: allowed are 0 to {cfg.num_layers}"):
+            transformer.forward(graph, params, tokens, start=start, x_BTD=jnp.zeros((2, 8, 32)))
     with pytest.raises(ValueError, match="no layer that runs has a head"):
         transformer.forward(graph, params, tokens, start=1, x_BTD=jnp.zeros((2, 8, 32)), capture=("z",))
 

@@ -163,5 +163,8 @@ def test_fc_32_the_environment_says_what_the_run_ran_on():
 
 def test_other_data_under_the_same_config_is_refused_by_both_fingerprints():
     folder.check_same_data({"step": 3, "data": "abc"}, "abc")
-    with pytest.raises(ConfigError, match="not that of step 3: its fingerprint is xyz, the checkpoint's abc"):
+    with pytest.raises(ConfigError, match=r"not that of step 3 \(task\): its fingerprint is xyz, the checkpoint's abc"):
         folder.check_same_data({"step": 3, "data": "abc"}, "xyz")
+    for now, named in (("b-t-v", "tokenizer"), ("a-t-w", "validation tokens"), ("b-u-v", "tokenizer, training tokens")):
+        with pytest.raises(ConfigError, match=rf"not that of step 3 \({named}\)"):
+            folder.check_same_data({"step": 3, "data": "a-t-v"}, now)
