@@ -166,7 +166,7 @@ def _write(at, new: Config, tree, meta: dict, snapshot: Snapshot, cut, loss: flo
     if (source / "tokenizer.json").exists():
         shutil.copy(source / "tokenizer.json", at / "tokenizer.json")
     kept = {"data": meta["data"], "tokens": meta["tokens"], "untimed_tokens": meta["tokens"]}
-    kept |= dict.fromkeys(("seconds", "probe_seconds", "compile_seconds"), 0.0)  # another model's
+    kept |= dict.fromkeys(("seconds", "probe_seconds", "input_seconds", "compile_seconds"), 0.0)  # another model's
     tree = jax.tree.map(jax.numpy.asarray, tree)
     Checkpoints(at, new.checkpoint, new.steps).save(
         snapshot.step, tree, kept | {"config": configs.to_dict(new)}, loss

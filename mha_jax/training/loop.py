@@ -50,12 +50,17 @@ class Progress:
     untimed_tokens: int = 0  # of these, seen by a model with more heads: heads were removed since
     seconds: float = 0.0
     probe_seconds: float = 0.0
+    input_seconds: float = 0.0  # waiting for the rows of the next steps
     compile_seconds: float = 0.0
 
     @property
     def tokens_per_second(self) -> float:
         """Of this model."""
         return (self.tokens - self.untimed_tokens) / max(self.seconds, 1e-9)
+
+    def share(self, seconds: float) -> float:
+        """Of the time of the run."""
+        return seconds / max(self.seconds, 1e-9)
 
 
 def train(config: Config, workdir, *, restore: str = "state", draw=None, console: Console | None = None) -> dict:
@@ -162,8 +167,8 @@ class Training:
             adamw = moments["1"] | {"2": {"count": scalar(at)}}
             items = items | {"optimizer": moments | {"1": adamw}}
         self.state = items | {"step": scalar(at), "failed_at": scalar(-1)}
-        self.progress = Progress(at, meta["tokens"], meta.get("untimed_tokens", 0), meta["seconds"],
-                                 meta["probe_seconds"], meta["compile_seconds"])  # fmt: skip
+        counted = {field.name: meta.get(field.name, 0) for field in dataclasses.fields(Progress)}
+        self.progress = Progress(**counted | {"step": at})
         if at == self.config.steps:  # it was timed when it was made; measuring it again does not count
             self.finished = dataclasses.replace(self.progress)
         how = "parameters alone, with a fresh optimizer" if restore == "params" else "exactly"
@@ -253,7 +258,9 @@ class Training:
             every = self.config.probes.induction_every
             until = min(until, (at // every + 1) * every)
         count = min(self.config.steps_per_call, until - at)
+        begin = time.perf_counter()
         batches = self.source.batches(at, count)
+        self.progress.input_seconds += time.perf_counter() - begin
         self.state, metrics = self._train_steps(self.state, batches, jnp.int32(count))
         waiting, self._pending = self._pending, (at, count, metrics)
         self.progress.step = at + count
@@ -305,7 +312,7 @@ class Training:
         self.best = {} if name is None else {name: f"{figures['score']:.2f}"}
         if full:
             self.reading = reading
-            rate = {"perf/probe_share": p.probe_seconds / max(p.seconds, 1e-9),
+            rate = {"perf/probe_share": p.share(p.probe_seconds), "perf/input_share": p.share(p.input_seconds),
                     "perf/tokens_per_second": p.tokens_per_second}  # fmt: skip
             known = any("limit/uniform" in e for e in self.events)
             values |= ({} if known else self.panel.limits) | rate
@@ -337,7 +344,7 @@ class Training:
         p = self.finished or self.progress
         totals = {"steps": p.step, "tokens": p.tokens, "seconds": p.seconds, "compile_seconds": p.compile_seconds,
                   "tokens_per_second": p.tokens_per_second,
-                  "probe_share": p.probe_seconds / max(p.seconds, 1e-9),
+                  "probe_share": p.share(p.probe_seconds), "input_share": p.share(p.input_seconds),
                   "num_params": transformer.count_params(self.config.model)}  # fmt: skip
         out = summary.summarise(self.config, self.events, self.panel, self.reading, totals)
         self.tracker.summary(out)

@@ -114,5 +114,6 @@ def describe(s: dict) -> list[str]:
                                   ind["unstable"])  # fmt: skip
     lines.append(formations.describe(formed, ind["loss_midpoint_step"], ind["loss_midpoint_bracket"]))
     lines.append(f"speed: {s['tokens_per_second']:,.0f} tokens/s, {s['probe_share']:.1%} of the time in probes, "
-                 f"{s['seconds']:.0f} s and {s['compile_seconds']:.0f} s compiling")  # fmt: skip
+                 f"{s['input_share']:.1%} waiting for rows, {s['seconds']:.0f} s and "
+                 f"{s['compile_seconds']:.0f} s compiling")  # fmt: skip
     return lines

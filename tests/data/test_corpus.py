@@ -202,11 +202,23 @@ opened = []
 sys.addaudithook(lambda event, args: event.startswith("socket.") and opened.append(event))
 from mha_jax.config import ConfigError, DataConfig
 from mha_jax.data import corpus, stdlib, text
-folder, root, cache = sys.argv[1:]
+folder, root, cache, dolly = sys.argv[1:]
 stdlib.PythonStdlib.__init__.__kwdefaults__["root"] = root
-for dataset in (folder, "stdlib"):
-    data = DataConfig(task="text", dataset=dataset, cache_dir=cache, length=8, batch_size=4, vocab_size=260)
-    assert len(text.open_text(data, 0).eval_rows(4, 0)) == 4
+
+import tensorflow_datasets as tfds  # what the world has: its own code for a dataset, given the file it would fetch
+tfds.download.DownloadManager.download = lambda self, urls: dict.fromkeys(urls, dolly)
+tfds.builder("databricks_dolly", data_dir=cache + "/tfds", file_format="array_record").download_and_prepare()
+
+for dataset, field in ((folder, None), ("stdlib", None), (f"files:{root}/**/*.py", None),
+                       ("databricks_dolly", "response"), ("databricks_dolly:1.0.0", "instruction")):
+    data = DataConfig(task="text", dataset=dataset, field=field, cache_dir=cache, length=8, batch_size=4,
+                      vocab_size=260)
+    found = text.open_text(data, 0)
+    assert len(found.eval_rows(4, 0)) == 4
+    if field:
+        seen = found.tokenizer.decode(found.train.tokens())
+        assert seen.count(f"the {field} of") > 90 and "of 7 " in seen + found.tokenizer.decode(
+            found.validation.tokens()), seen[:200]
 for name in ("lm1b", "lm1bb"):
     try:
         corpus.open_documents(name, cache, "train")
@@ -223,7 +235,11 @@ def test_fc_19_no_socket_and_no_tensorflow(thousand, tmp_path):
     root = pathlib.Path(corpus.__file__).parents[2]
     env = os.environ | {"PYTHONPATH": f"{tmp_path}/stub:{root}", "TFDS_DATA_DIR": str(tmp_path / "own")}
     source = thousand.parents[2] / "root"
-    command = [sys.executable, "-c", OFFLINE, str(thousand), str(source), str(tmp_path / "cache")]
+    keys = ("instruction", "context", "response", "category")
+    lines = [json.dumps({key: f"the {key} of {i} in full" for key in keys}) for i in range(120)]
+    write_tree(tmp_path, {"dolly.jsonl": "\n".join(lines)})
+    command = [sys.executable, "-c", OFFLINE, str(thousand), str(source), str(tmp_path / "cache"),
+               str(tmp_path / "dolly.jsonl")]  # fmt: skip
     done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stderr
 

@@ -116,7 +116,7 @@ def _summary(config, events, formed_at, bayes, best, same_windows):
     known = config.data.task != "text"
     return {
         "steps": config.steps, "tokens": last["tokens"], "seconds": last["seconds"], "num_params": 41_216,
-        "tokens_per_second": 50_000.0, "probe_share": 0.02, "name": config.name,
+        "tokens_per_second": 50_000.0, "probe_share": 0.02, "input_share": 0.01, "name": config.name,
         "final_eval_loss": last["eval/loss"], "bayes_loss": bayes if known else None,
         "icl_score": last["icl/score"], "icl_unigram": last["icl/unigram"],
         "icl_positions": {"early": [1, 7], "late": [33, 64], "same_in_every_row": same_windows},

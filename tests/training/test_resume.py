@@ -43,7 +43,7 @@ def test_a_finished_run_started_again_changes_nothing(whole, tmp_path):
     again, said = tiny.train(cfg, tmp_path)
     assert "resumes exactly from step 30" in said
     assert (tmp_path / "metrics.jsonl").read_text() == lines
-    timed = {"seconds", "compile_seconds", "tokens_per_second", "probe_share"}
+    timed = {"seconds", "compile_seconds", "tokens_per_second", "probe_share", "input_share"}
     assert {k: v for k, v in first.items() if k not in timed} == {k: v for k, v in again.items() if k not in timed}
     tiny.assert_same_run(cfg, whole(4), tmp_path)
 

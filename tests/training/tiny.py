@@ -15,7 +15,8 @@ from mha_jax.training.checkpoint import Checkpoints
 from mha_jax.validation import resolve
 
 STEPS, BATCH, LENGTH = 30, 8, 32
-TIMES = ("seconds", "perf/probe_share", "perf/tokens_per_second")  # the only values that two equal runs differ in
+# The only values that two equal runs differ in.
+TIMES = ("seconds", "perf/probe_share", "perf/input_share", "perf/tokens_per_second")
 
 
 def config(**changes) -> Config:
