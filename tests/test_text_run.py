@@ -124,6 +124,7 @@ def test_the_summary_names_the_probe_and_the_packing(run):
     cfg, workdir, out = run
     assert json.loads((workdir / "summary.json").read_text()) == json.loads(json.dumps(out))
     assert out["packing"] == cfg.data.packing and out["induction"]["probe"] == "repeated spans of the corpus"
+    assert 0 <= out["input_share"] < 1
     assert out["bayes_loss"] is None and out["icl_bayes"] is None and out["plateau"] == "bigram"
     said = "\n".join(summary.describe(out))
     assert f"rows {cfg.data.packing}" in said and "on repeated spans of the corpus" in said

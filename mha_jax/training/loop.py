@@ -312,8 +312,9 @@ class Training:
         self.best = {} if name is None else {name: f"{figures['score']:.2f}"}
         if full:
             self.reading = reading
-            rate = {"perf/probe_share": p.share(p.probe_seconds), "perf/input_share": p.share(p.input_seconds),
-                    "perf/tokens_per_second": p.tokens_per_second}  # fmt: skip
+            rate = {"perf/probe_share": p.share(p.probe_seconds), "perf/tokens_per_second": p.tokens_per_second}
+            if self._input_share is not None:
+                rate["perf/input_share"] = self._input_share
             known = any("limit/uniform" in e for e in self.events)
             values |= ({} if known else self.panel.limits) | rate
         if log:
@@ -322,6 +323,11 @@ class Training:
                 self.tracker.arrays(p.step, reading.arrays)
             self.tracker.log(p.step, p.tokens, p.seconds, values)
         self._show(full)
+
+    @property
+    def _input_share(self) -> float | None:
+        """Of the time, spent waiting for rows; None where the devices make them."""
+        return self.progress.share(self.progress.input_seconds) if self.config.data.task == "text" else None
 
     def _show(self, full: bool):
         p, values = self.progress, self.reading.values if self.reading else {}
@@ -344,7 +350,7 @@ class Training:
         p = self.finished or self.progress
         totals = {"steps": p.step, "tokens": p.tokens, "seconds": p.seconds, "compile_seconds": p.compile_seconds,
                   "tokens_per_second": p.tokens_per_second,
-                  "probe_share": p.share(p.probe_seconds), "input_share": p.share(p.input_seconds),
+                  "probe_share": p.share(p.probe_seconds), "input_share": self._input_share,
                   "num_params": transformer.count_params(self.config.model)}  # fmt: skip
         out = summary.summarise(self.config, self.events, self.panel, self.reading, totals)
         self.tracker.summary(out)

@@ -113,7 +113,8 @@ def describe(s: dict) -> list[str]:
     formed = formations.Formation(ind["formation_step"], bracket, ind["formation_rise"], ind["censored_at"],
                                   ind["unstable"])  # fmt: skip
     lines.append(formations.describe(formed, ind["loss_midpoint_step"], ind["loss_midpoint_bracket"]))
+    waiting = "" if s["input_share"] is None else f"{s['input_share']:.1%} waiting for rows, "
     lines.append(f"speed: {s['tokens_per_second']:,.0f} tokens/s, {s['probe_share']:.1%} of the time in probes, "
-                 f"{s['input_share']:.1%} waiting for rows, {s['seconds']:.0f} s and "
+                 f"{waiting}{s['seconds']:.0f} s and "
                  f"{s['compile_seconds']:.0f} s compiling")  # fmt: skip
     return lines
