@@ -25,8 +25,8 @@ def is_valid(validation: str) -> bool:
     return bool(match) and (match[1] is None or 0 < float(match[1]) < 100)
 
 
-def meaning(validation: str) -> str:
-    """What is held out, in words, for the start of a run; '' where the dataset's own split is taken."""
+def meaning(validation: str, own_split: str | None) -> str:
+    """What is held out, in words, for the start of a run. own_split: of the dataset, where 'auto' takes it."""
     if validation == AUTO:
-        return ""
-    return f" ({validation} of them all)" if validation.endswith("%") else f" ({validation} documents asked for)"
+        return f"split {own_split!r}" if own_split else f"{AUTO_PERCENT}% of them all"
+    return f"{validation} of them all" if validation.endswith("%") else f"{validation} documents, as asked"

@@ -1,4 +1,4 @@
-"""Documents: the embedded corpus (the running Python's standard library) and whatever TFDS has prepared.
+"""The door to documents: the embedded corpus, your own files, and whatever TFDS has prepared.
 
 TFDS reads and writes array_record without TensorFlow, which this module never imports: no 600 MB, and nothing
 that takes a GPU's memory before JAX does. Reading a prepared dataset opens no socket.
@@ -24,6 +24,8 @@ from mha_jax.held_out import AUTO, AUTO_PERCENT, held_out
 
 HASHES = ".hashes"  # in the data folder: what `content_hash` remembers
 ENVIRONMENT = "it needs an environment with requirements-prepare.txt"
+
+
 @dataclasses.dataclass(frozen=True)
 class Documents:
     """A random-access sequence of one split of TFDS's: item i is its record i as a dict, with 'text' a str.
@@ -51,6 +53,11 @@ class Documents:
         return (self[i]["text"] for i in range(first, len(self)))
 
     @property
+    def own_split(self) -> str:
+        """What TFDS was asked for, such as 'validation' or 'train[95%:]'."""
+        return self.identity["split"]
+
+    @property
     def left_out(self) -> dict[str, int]:
         """How many documents are in no split, by reason: TFDS has left out what it would."""
         return {}
@@ -64,9 +71,9 @@ def open_documents(
     `dataset`: 'stdlib' (prepared on first use), 'files:GLOB', the folder of a prepared dataset, or the TFDS name of one
     ('lm1b', 'imdb_reviews/plain_text:1.0.0'), searched in `data_dir` and then in TFDS's own folder ($TFDS_DATA_DIR,
     else ~/tensorflow_datasets).
-    `validation`: a share '10%' or a number '90' of the documents of 'train', which 'train' then leaves out: the last
-    ones of a TFDS dataset, in the order of their hashes of files. 'auto' is the dataset's own split 'validation', or
-    'test', or else 5 %. `field`: where the text is; by default 'text', or the only text feature.
+    `validation`: a share '10%' or a number '90' of the documents of 'train', which 'train' then leaves out: of a TFDS
+    dataset its last records. 'auto' is the dataset's own split 'validation', or 'test', or else 5 %. `field`: where the
+    text is; by default 'text', or the only text feature.
     ConfigError, of at most ten lines: unknown or unprepared name, a format without random access, no text there.
     """
     data_dir = pathlib.Path(data_dir).expanduser()

@@ -35,6 +35,7 @@ class FileDocuments:
     field: str
     validation: str
     identity: dict
+    own_split = None  # files have none
 
     def __len__(self) -> int:
         return int(self._mine.sum())

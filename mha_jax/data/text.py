@@ -78,7 +78,7 @@ class TextData:
     length: int  # T
     seed: int
     packing: str
-    validation_meaning: str = ""
+    held_out: str = ""  # what validation is, in words
     plateau = "bigram"  # which of `lines` is the loss of a model that does not use its context
 
     @property
@@ -164,7 +164,7 @@ class TextData:
         return (
             f"text: {len(self.train):,} training tokens in {len(self.train.lengths):,} documents, "
             f"{self.num_rows:,} {self.packing} rows of {self.length} an epoch; {len(self.validation):,} validation "
-            f"tokens in {len(self.validation.lengths):,} documents{self.validation_meaning}; vocabulary "
+            f"tokens in {len(self.validation.lengths):,} documents ({self.held_out}); vocabulary "
             f"{self.tokenizer.vocab_size}"
             + "".join(f"; left out {n:,} {reason.replace('_', ' ')}" for reason, n in left_out.items())
         )
@@ -192,7 +192,7 @@ def open_text(data: DataConfig, seed: int, tokenizer: Tokenizer | FileTokenizer 
         reason = str(error).splitlines()[0]
         raise ConfigError(f"config.data.cache_dir = {data.cache_dir!r}: cannot be used ({reason})") from error
     text = TextData(tokenizer, *streams, length=data.length, seed=seed, packing=data.packing,
-                    validation_meaning=meaning(data.validation))  # fmt: skip
+                    held_out=meaning(data.validation, splits[1].own_split))  # fmt: skip
     if text.num_rows < data.batch_size:
         raise ConfigError(
             f"config.data.dataset = {data.dataset!r} has {len(text.train)} training tokens, "

@@ -1,6 +1,7 @@
 """Pictures of what the laboratory found. Each takes a `Result` and returns a figure."""
 import numpy as np
 from matplotlib.figure import Figure
+from matplotlib.ticker import MaxNLocator
 
 from mha_jax.probes.panel import head_name
 from mha_jax.report.canvas import DPI, GREY, INK, PALETTE, line, styled, title
@@ -63,18 +64,19 @@ def edges_figure(result) -> Figure:
     sources = list(dict.fromkeys(r["from"] for r in rows))
     inputs = list(dict.fromkeys(r["into"] for r in rows))
     at = {(r["from"], r["to"], r["into"]): r["prefix_matching_cut"] for r in rows}
-    width, height = 1.0 + len(inputs) * (0.42 * len(targets) + 0.45), 1.5 + 0.24 * len(sources)
+    width, height = 1.0 + len(inputs) * max(0.42 * len(targets) + 0.45, 1.8), 1.65 + 0.24 * len(sources)
     figure = Figure(figsize=(max(width, 4.5), height), dpi=DPI)
     axes = np.atleast_1d(figure.subplots(1, len(inputs), sharey=True))
-    figure.subplots_adjust(left=0.75 / figure.get_figwidth(), right=0.98, top=1 - 0.9 / height, bottom=0.35 / height,
+    figure.subplots_adjust(left=0.75 / figure.get_figwidth(), right=0.98, top=1 - 0.9 / height, bottom=0.5 / height,
                            wspace=0.08)  # fmt: skip
     for ax, into in zip(axes, inputs, strict=True):
         left = np.array([[at.get((s, t, into), np.nan) for t in targets] for s in sources])
         grid(ax, left, targets, low=0, high=1, cmap="Blues")
         ax.tick_params(labelsize=7)
-        ax.set_title(f"taken from the {into} input of", loc="left", size=8, color=GREY)
+        ax.set_title(f"no longer in its {into} input", loc="left", size=8, color=GREY)
+        ax.set_xlabel("head that reads", size=7)
     axes[0].set_yticks(range(len(sources)), sources, size=7)
-    axes[0].set_ylabel("output of")
+    axes[0].set_ylabel("head that writes", size=7)
     title(figure, "Prefix matching that is left with one edge cut",
           f"{result.facts['run']}, step {result.facts['step']}, on repeated blocks")  # fmt: skip
     return figure
@@ -118,13 +120,22 @@ def gates_figure(result) -> Figure:
     figure = Figure(figsize=(5.6, 3.6), dpi=DPI)
     ax = figure.add_axes((0.12, 0.14, 0.84, 0.66), xlabel="heads kept", ylabel="evaluation loss, nats")
     kept = [r["kept"] for r in rows]
-    line(ax, (kept, [r["loss"] for r in rows]), color=PALETTE[0], label="pruned by gates")
+    line(ax, (kept, [r["loss"] for r in rows]), color=PALETTE[0], label="pruned by gates", marker="o", markersize=3)
+    at = {}
+    for r in rows:
+        at.setdefault((r["kept"], r["loss"]), []).append(r["penalty"])
+    for place, penalties in at.items():
+        low, high = min(penalties), max(penalties)
+        text = f"penalty {low:g}" if low == high else f"{low:g} to {high:g}"
+        ax.annotate(text, place, (5, 5), textcoords="offset points", size=7, color=GREY)
     scratch = [(r["kept"], r["from_scratch_loss"]) for r in rows if r["from_scratch_loss"] is not None]
     if scratch:
         line(ax, tuple(zip(*scratch, strict=True)), color=PALETTE[1], linestyle="--",
              label="the same heads, trained from scratch")  # fmt: skip
     ax.legend(frameon=False)
-    ax.set_xlim(0, rows[0]["of"] + 0.3)
+    left = min(kept)
+    ax.set_xlim(left - 0.06 * (rows[0]["of"] - left + 1), rows[0]["of"] + 0.25 * (rows[0]["of"] - left + 1))
+    ax.xaxis.set_major_locator(MaxNLocator(integer=True))
     title(figure, "Hard-concrete gates", subtitle(result.facts))
     return figure
 
@@ -143,7 +154,7 @@ def patterns_figure(result) -> Figure:
             ax.imshow(result.arrays[key][i], cmap="Blues", vmin=0, vmax=1)
             ax.set_xticks([])
             ax.set_yticks([])
-        axes[0, i].set_title(f"{name}{' (random)' if name in drawn else ''}", size=8, loc="left")
+        axes[0, i].set_title(f"{name}{' (drawn at random)' if name in drawn else ''}", size=8, loc="left")
     for ax, word in zip(axes[:, 0], ("attention", "attention x size of value"), strict=True):
         ax.set_ylabel(word, size=8)
     title(figure, "Where heads look", subtitle(result.facts) + "; query down, key across; one probe sequence")
@@ -156,10 +167,10 @@ def composition_figure(result) -> Figure:
     rows = [r for r in result.tables["composition"] if not r["through"].endswith("offsets")]
     sources, targets = (list(dict.fromkeys(r[k] for r in rows)) for k in ("from", "to"))
     high = max(abs(r["score"]) for r in rows)
-    height = 1.4 + 0.2 * len(sources)
+    height = 1.55 + 0.2 * len(sources)
     figure = Figure(figsize=(max(5.0, 0.8 + 3 * (0.34 * len(targets) + 0.3)), height), dpi=DPI)
     axes = figure.subplots(1, 3, sharey=True)
-    figure.subplots_adjust(left=0.6 / figure.get_figwidth(), right=0.98, top=1 - 0.85 / height, bottom=0.35 / height,
+    figure.subplots_adjust(left=0.6 / figure.get_figwidth(), right=0.98, top=1 - 0.85 / height, bottom=0.5 / height,
                            wspace=0.08)  # fmt: skip
     for ax, through in zip(axes, ("q", "k", "v"), strict=True):
         at = {(r["from"], r["to"]): r["score"] for r in rows if r["through"] == through}
@@ -169,5 +180,7 @@ def composition_figure(result) -> Figure:
              texts=np.full(score.shape, "") if many else None)  # fmt: skip
         ax.set_title(f"{through.upper()}-composition", loc="left", size=8, color=GREY)
     axes[0].set_yticks(range(len(sources)), sources, size=6)
-    title(figure, "Composition less its baseline", subtitle(result.facts))
+    axes[0].set_ylabel("output of", size=7)
+    axes[0].set_xlabel("read by", size=7)
+    title(figure, "Composition scores, less those of random weights", subtitle(result.facts))
     return figure

@@ -183,15 +183,18 @@ def _heatmap(ax, table_LN, numbers: bool):
 def positions_figure(run: Run, panels: dict[int, dict]) -> Figure:
     """Loss at each position at steps spread over the fall of the loss; `panels` are arrays of full panels by step."""
     loss = {step: arrays["loss_by_position_T"] for step, arrays in panels.items()}
-    bayes_T = panels[max(panels)].get("bayes_by_position_T", [])
+    strategies = {key: panels[max(panels)].get(f"{key}_by_position_T", []) for key in ("unigram", "bayes")}
     steps, t, names = _telling_steps(loss), np.arange(1, len(loss[max(loss)]) + 1), []
     figure = Figure(figsize=(7.6, 4.2), dpi=DPI)
     ax = figure.add_axes((0.09, 0.12, 0.76, 0.7), xlim=(1, len(t)), xlabel="position t of the predicted token",
                          ylabel="loss, nats")  # fmt: skip
-    for step, colour in zip(steps, matplotlib.colormaps["viridis_r"](np.linspace(0.15, 0.95, len(steps))), strict=True):
+    shades = np.linspace(0.95, 0.15, len(steps))[::-1]  # of one step, the darkest
+    for step, colour in zip(steps, matplotlib.colormaps["viridis_r"](shades), strict=True):
         line(ax, (t, loss[step]), color=colour, linewidth=1.2)
         names.append(((t, loss[step]), f"step {step}", colour))
-    line(ax, (t[: len(bayes_T)], bayes_T), color=INK, linewidth=1.0, linestyle=DASHED)
+    for key, value_T in strategies.items():
+        line(ax, (t[: len(value_T)], value_T), color=LINE_COLOURS.get(key, GREY), linewidth=1.0, linestyle=DASHED)
+        names.append(((t[: len(value_T)], value_T), LINE_NAMES.get(key, key), LINE_COLOURS.get(key, GREY)))
     ax.set_ylim(0, None)
     windows = run.summary.get("icl_positions", {"early": None, "late": None, "same_in_every_row": True})
     if not windows["same_in_every_row"]:
@@ -201,7 +204,7 @@ def positions_figure(run: Run, panels: dict[int, dict]) -> Figure:
             first, last = windows[name]
             ax.axvspan(first - 0.5, last + 0.5, color="#f0f0f0", linewidth=0, zorder=0)
             write_over(ax, (first + last) / 2, 7, name, GREY)
-    name_lines(ax, [*names, ((t[: len(bayes_T)], bayes_T), "Bayes", INK)])
+    name_lines(ax, names)
     title(figure, f"{run.config.name}, loss by position", about(run))
     return figure
 

@@ -25,8 +25,9 @@ from mha_jax.schedule import Schedule
 from mha_jax.training import clamp, folder, sharding, state, step, summary
 from mha_jax.training.checkpoint import Checkpoints
 from mha_jax.training.console import Console
+from mha_jax.training.progress import Progress, start_lines
 from mha_jax.training.signals import Stop
-from mha_jax.training.tracking import Tracker, drop_after, read_metrics, variant
+from mha_jax.training.tracking import Tracker, drop_after, read_metrics
 
 
 class NonFinite(RuntimeError):
@@ -39,28 +40,6 @@ class NonFinite(RuntimeError):
 
 class Stopped(SystemExit):
     """SIGTERM (exit code 143) or Ctrl-C (130) was obeyed: the state is saved."""
-
-
-@dataclasses.dataclass
-class Progress:
-    """What a run has counted. `step` and `tokens` are exact; seconds exclude compilation."""
-
-    step: int = 0
-    tokens: int = 0
-    untimed_tokens: int = 0  # of these, seen by a model with more heads: heads were removed since
-    seconds: float = 0.0
-    probe_seconds: float = 0.0
-    input_seconds: float = 0.0  # waiting for the rows of the next steps
-    compile_seconds: float = 0.0
-
-    @property
-    def tokens_per_second(self) -> float:
-        """Of this model."""
-        return (self.tokens - self.untimed_tokens) / max(self.seconds, 1e-9)
-
-    def share(self, seconds: float) -> float:
-        """Of the time of the run."""
-        return seconds / max(self.seconds, 1e-9)
 
 
 def train(config: Config, workdir, *, restore: str = "state", draw=None, console: Console | None = None) -> dict:
@@ -98,22 +77,8 @@ class Training:
             self.lock = folder.lock(workdir)
         for warning in warnings:
             self._warn(warning)
-        devices = jax.devices()
-        console.say(f"{config.name}: {variant(config.model)}, {transformer.count_params(config.model):,} parameters, "
-                    f"on {len(devices)} {devices[0].platform} device(s) ({devices[0].device_kind}), mesh "
-                    f"{dict(self.mesh.shape)}")  # fmt: skip
-        if config.model.num_kv_heads % config.mesh.tensor:
-            console.say(f"K/V are replicated: config.model.num_kv_heads = {config.model.num_kv_heads} does not divide "
-                        f"by config.mesh.tensor = {config.mesh.tensor}")  # fmt: skip
-        if config.optimizer.warmup_steps >= config.steps > 0:
-            console.say(f"warning: config.optimizer.warmup_steps = {config.optimizer.warmup_steps} is not below "
-                        f"config.steps = {config.steps}: the learning rate only rises")  # fmt: skip
-        i = config.interventions
-        if i.heads:
-            until = f"to step {i.end - 1}" if i.end is not None else "on"
-            console.say(f"heads {i.heads} are held at {i.kind} from step {i.start} {until}; probes see the free model")
-        if config.optimizer.weight_decay:
-            console.say(f"weight decay {config.optimizer.weight_decay} on {', '.join(state.decayed_names(config))}")
+        for line in start_lines(config, self.mesh):
+            console.say(line)
         # A resumed run keeps its own tokenizer: one trained again on another corpus would change every token.
         own = workdir / "tokenizer.json"
         self.source = make_source(config, self.mesh, tokenizer.load(own) if resumes and own.exists() else None)
@@ -167,8 +132,7 @@ class Training:
             adamw = moments["1"] | {"2": {"count": scalar(at)}}
             items = items | {"optimizer": moments | {"1": adamw}}
         self.state = items | {"step": scalar(at), "failed_at": scalar(-1)}
-        counted = {field.name: meta.get(field.name, 0) for field in dataclasses.fields(Progress)}
-        self.progress = Progress(**counted | {"step": at})
+        self.progress = Progress.of_checkpoint(meta)
         if at == self.config.steps:  # it was timed when it was made; measuring it again does not count
             self.finished = dataclasses.replace(self.progress)
         how = "parameters alone, with a fresh optimizer" if restore == "params" else "exactly"

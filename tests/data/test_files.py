@@ -84,7 +84,11 @@ def test_fc_20_a_text_that_comes_twice_is_kept_once_and_said(tmp_path):
     assert len(found) == 50 and set(found.values()) == {1}
     assert documents[0].left_out == {"empty": 3, "duplicates": 150}
     data = text.open_text(config(f"files:{tmp_path}/*", tmp_path / "cache", length=16, batch_size=2), seed=0)
-    assert data.describe().endswith("vocabulary 257; left out 3 empty; left out 150 duplicates")
+    assert data.describe().endswith("documents (5% of them all); vocabulary 257; left out 3 empty; left out 150 "
+                                    "duplicates")  # fmt: skip
+    for validation, words in (("10", "10 documents, as asked"), ("10%", "10% of them all")):
+        asked = config(f"files:{tmp_path}/*", tmp_path / "cache", length=16, batch_size=2, validation=validation)
+        assert f"({words}); vocabulary" in text.open_text(asked, seed=0).describe()
 
 
 def test_a_long_text_is_cut_where_lines_end_and_nothing_is_lost(tmp_path, monkeypatch):

@@ -53,6 +53,7 @@ def test_rows_tile_the_stream(data):
         "segments_BT": "int32",
     }
     assert f"{data.num_rows} concatenated rows of {size} an epoch; " in data.describe()
+    assert "validation tokens in 13 documents (split 'validation'); vocabulary 257" in data.describe()
 
 
 @pytest.mark.parametrize("packing", ["concatenated", "packed"])
