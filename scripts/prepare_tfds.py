@@ -46,12 +46,12 @@ def convert(folder: pathlib.Path, data_dir: pathlib.Path) -> pathlib.Path:
     builder = tfds.builder_from_directory(folder)
     if builder.info.file_format.value == FORMAT:
         return folder
-    from tensorflow_datasets.scripts.cli import convert_format_utils
-
     config = builder.builder_config.name if builder.builder_config else ""
     out = data_dir / builder.name / config / str(builder.version)
     if out.exists():
         sys.exit(f"error: {out} exists; choose another --data_dir")
+    from tensorflow_datasets.scripts.cli import convert_format_utils  # needs Beam
+
     convert_format_utils.convert_dataset(out_dir=out, out_file_format=FORMAT, dataset_version_dir=[folder])
     return out
 
