@@ -41,9 +41,10 @@ def test_a_saved_checkpoint_gives_the_probe_logged_at_its_step_bit_for_bit(workd
 
 def test_heads_and_icl_write_json_and_pictures(workdir, tmp_path, capsys):
     (heads,) = evaluation.evaluate(workdir, "heads", "6", tmp_path)
-    (icl,) = evaluation.evaluate(workdir, "icl", "best", tmp_path / "icl")
+    (icl,) = evaluation.evaluate(workdir, "icl", "best", tmp_path)
     printed = capsys.readouterr().out
-    assert json.loads((tmp_path / "000006.json").read_text()) == heads and (tmp_path / "000006.png").exists()
+    assert json.loads((tmp_path / "heads" / "000006.json").read_text()) == heads
+    assert (tmp_path / "heads" / "000006.png").exists()
     assert np.shape(heads["scores"]["induction"]) == (2, 4) and "L1H3" in printed
     events = [json.loads(line) for line in (workdir / "metrics.jsonl").read_text().splitlines()]
     logged = {k: v for e in events if e["step"] == 6 for k, v in e.items()}
