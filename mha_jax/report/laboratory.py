@@ -120,7 +120,7 @@ def gates_figure(result) -> Figure:
     figure = Figure(figsize=(5.6, 3.6), dpi=DPI)
     ax = figure.add_axes((0.12, 0.14, 0.84, 0.66), xlabel="heads kept", ylabel="evaluation loss, nats")
     kept = [r["kept"] for r in rows]
-    line(ax, (kept, [r["loss"] for r in rows]), color=PALETTE[0], label="pruned by gates", marker="o", markersize=3)
+    line(ax, (kept, [r["loss"] for r in rows]), color=PALETTE[0], label="pruned by gates")
     at = {}
     for r in rows:
         at.setdefault((r["kept"], r["loss"]), []).append(r["penalty"])
@@ -135,7 +135,8 @@ def gates_figure(result) -> Figure:
     ax.legend(frameon=False)
     left = min(kept)
     ax.set_xlim(left - 0.06 * (rows[0]["of"] - left + 1), rows[0]["of"] + 0.25 * (rows[0]["of"] - left + 1))
-    ax.xaxis.set_major_locator(MaxNLocator(integer=True))
+    ticks = MaxNLocator(integer=True).tick_values(left, rows[0]["of"])
+    ax.set_xticks([tick for tick in ticks if left <= tick <= rows[0]["of"]])
     title(figure, "Hard-concrete gates", subtitle(result.facts))
     return figure
 
