@@ -23,9 +23,9 @@ def main(_):
     config = resolve(CONFIG.value)
     import jax
 
-    from mha_jax.training import checkpoint, loop, sharding, summary
+    from mha_jax.training import checkpoint, hosts, loop, sharding, summary
 
-    sharding.join_hosts()
+    hosts.join()
     sharding.use_cpu_devices(config)
     from mha_jax.report import plots
 

@@ -9,6 +9,9 @@ AUTO_PERCENT = 5
 
 def held_out(validation: str, documents: int) -> int:
     """How many of `documents` are held out. ConfigError unless some are, and some are left."""
+    if documents < 2:
+        raise ConfigError(f"config.data.dataset: {documents} document(s) with text, of which none can be held out for "
+                          "validation; give more files, or JSON lines")  # fmt: skip
     share = re.fullmatch(r"(\d+(?:\.\d+)?)%", f"{AUTO_PERCENT}%" if validation == AUTO else validation)
     count = round(documents * float(share[1]) / 100) if share else int(validation)
     if validation == AUTO:
@@ -27,6 +30,7 @@ def is_valid(validation: str) -> bool:
 
 def meaning(validation: str, own_split: str | None) -> str:
     """What is held out, in words, for the start of a run. own_split: of the dataset, where 'auto' takes it."""
-    if validation == AUTO:
-        return f"split {own_split!r}" if own_split else f"{AUTO_PERCENT}% of them all"
-    return f"{validation} of them all" if validation.endswith("%") else f"{validation} documents, as asked"
+    if validation == AUTO and own_split:
+        return f"split {own_split!r}"
+    much = {AUTO: f"{AUTO_PERCENT}%"}.get(validation, validation)
+    return f"{much} of " + ("the different texts, by their hashes" if own_split is None else "split 'train', the last")

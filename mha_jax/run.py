@@ -37,7 +37,7 @@ class Run:
         abstract = jax.tree.map(lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), shapes,
                                 sharding.shardings(shapes, self.mesh))  # fmt: skip
         found, meta = self.checkpoints.restore(step, {"params": abstract})
-        folder.check_same_data(meta, self.panel.source.fingerprint)
+        folder.check_same_data(meta, self.panel.source)
         return found["params"], meta
 
     def steps(self, name: str) -> list[int]:

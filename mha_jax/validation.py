@@ -5,6 +5,7 @@ config.json is complete; `check_devices` checks the mesh once the devices are kn
 """
 import dataclasses
 import difflib
+import os
 import sys
 import types
 import typing
@@ -147,6 +148,10 @@ def _resolve_data(d: DataConfig):
     if d.task == "markov":
         _require(d.vocab_size >= 2, f"config.data.vocab_size = {d.vocab_size}: allowed is 2 or more states")
     if d.task == "text":
+        if d.dataset.startswith("files:"):  # a run folder is opened from anywhere
+            d.dataset = "files:" + os.path.abspath(os.path.expanduser(d.dataset.removeprefix("files:")))
+        if d.tokenizer.endswith(".json"):
+            d.tokenizer = os.path.abspath(os.path.expanduser(d.tokenizer))
         if d.tokenizer == "bytes":
             d.vocab_size = 257  # 256 byte values and the end of a document
         _require(d.tokenizer in ("bpe", "bytes") or d.tokenizer.endswith(".json"),

@@ -8,6 +8,7 @@ Some datasets need TensorFlow to be prepared, and some Beam: make an environment
 `pip install -r requirements-prepare.txt` there. The script needs nothing else of mha_jax.
 """
 import argparse
+import difflib
 import json
 import pathlib
 import shutil
@@ -16,6 +17,7 @@ import sys
 import tensorflow_datasets as tfds
 from tensorflow_datasets.core.file_adapters import ADAPTER_FOR_FORMAT, FileFormat
 
+ENVIRONMENT = "pip install -r requirements-prepare.txt, in an environment of its own"
 FORMAT = "array_record"  # the one that gives random access
 
 
@@ -26,14 +28,21 @@ def main():
     args = parser.parse_args()
     data_dir = pathlib.Path(args.data_dir).expanduser()
     folder = pathlib.Path(args.dataset).expanduser()
+    if args.dataset.startswith(("/", ".", "~")) and not (folder / "dataset_info.json").exists():
+        sys.exit(f"error: {folder}: no prepared dataset there (a folder NAME/VERSION with dataset_info.json)")
     try:
         done = convert(folder, data_dir) if (folder / "dataset_info.json").exists() else prepare(args.dataset, data_dir)
     except OSError as error:  # requests' errors are of this kind too
         sys.exit(f"error: {args.dataset}: {str(error)[:300]}")
-    except (ImportError, tfds.core.DatasetNotFoundError) as error:
+    except tfds.core.DatasetNotFoundError:
+        close = difflib.get_close_matches(args.dataset, tfds.list_builders(with_community_datasets=False), 3)
+        sys.exit(f"error: {args.dataset}: TFDS knows no such name here; close: {', '.join(close) or 'none'}. Some it "
+                 f"knows only with TensorFlow: {ENVIRONMENT}")  # fmt: skip
+    except (ValueError, AssertionError) as error:  # a config or a version that there is not
+        sys.exit(f"error: {args.dataset}: {str(error).strip().splitlines()[0][:300]}")
+    except ImportError as error:
         lines = str(error).strip().splitlines() or [type(error).__name__]
-        sys.exit(f"error: {args.dataset}: {lines[0]}\nTo prepare what needs TensorFlow or Beam: "
-                 "pip install -r requirements-prepare.txt, in an environment of its own")  # fmt: skip
+        sys.exit(f"error: {args.dataset}: {lines[0]}\nTo prepare what needs TensorFlow or Beam: {ENVIRONMENT}")  # fmt: skip
     print(f"prepared: --config.data.dataset={done}")
 
 

@@ -2,6 +2,7 @@
 import json
 import os
 import pathlib
+import shutil
 import socket
 import subprocess
 import sys
@@ -13,7 +14,7 @@ from jax.sharding import AxisType, Mesh
 
 from mha_jax.config import ConfigError
 from mha_jax.data.source import make_source
-from mha_jax.training import sharding
+from mha_jax.training import hosts, sharding
 from tests.training import tiny
 
 ROOT = pathlib.Path(__file__).parents[1]
@@ -24,8 +25,8 @@ import json, sys
 import jax, numpy as np
 jax.config.update("jax_disable_most_optimizations", True)
 jax.config.update("jax_num_cpu_devices", 1)
-from mha_jax.training import sharding
-sharding.join_hosts()
+from mha_jax.training import hosts, sharding
+hosts.join()
 from mha_jax.data.source import make_source
 from tests import test_hosts
 from tests.training import tiny
@@ -122,33 +123,80 @@ def test_fc_21_they_train_as_one_process_and_write_one_folder(two, one):
     assert json.loads((workdir / "environment.json").read_text())["process_count"] == 2
 
 
-def test_fc_21_a_run_of_two_processes_goes_on_with_one(two, one, monkeypatch):
+def test_fc_21_a_run_of_two_processes_goes_on_with_one(two, one, tmp_path, monkeypatch):
     """Three more steps, no row again and none left out: the losses are those of a run that was never moved."""
-    cfg, alone, mesh = one
+    cfg, unmoved, mesh = one
+    moved = shutil.copytree(two[0], tmp_path / "moved")
     monkeypatch.setattr(sharding, "make_mesh", lambda _: mesh)
-    tiny.train(cfg, two[0])
-    assert losses(two[0]) == pytest.approx(losses(alone), abs=1e-5)
+    tiny.train(cfg, moved)
+    assert losses(moved) == pytest.approx(losses(unmoved), abs=1e-5)
+
+
+@pytest.fixture
+def alone(monkeypatch):
+    """Nothing in the environment speaks of other processes."""
+    for name in ("JAX_COORDINATOR_ADDRESS", "JAX_PROCESS_ID", *hosts.COUNTS):
+        monkeypatch.delenv(name, raising=False)
 
 
 @pytest.mark.parametrize("given", [{"JAX_NUM_PROCESSES": "2"}, {"JAX_PROCESS_ID": "0"},
                                    {"JAX_NUM_PROCESSES": "2", "JAX_PROCESS_ID": "2"},
                                    {"JAX_NUM_PROCESSES": "two", "JAX_PROCESS_ID": "0"}])  # fmt: skip
-def test_processes_that_do_not_fit_together_are_refused(given, monkeypatch):
+def test_processes_that_do_not_fit_together_are_refused(alone, given, monkeypatch):
     monkeypatch.setenv("JAX_COORDINATOR_ADDRESS", "localhost:1")
     for key, value in given.items():
         monkeypatch.setenv(key, value)
     with pytest.raises(ConfigError, match="JAX_COORDINATOR_ADDRESS is set with JAX_NUM_PROCESSES = "):
-        sharding.join_hosts()
+        hosts.join()
 
 
 @pytest.mark.parametrize(("name", "value", "several"), [
     ("SLURM_STEP_NUM_TASKS", "1", False), ("SLURM_STEP_NUM_TASKS", "2", True), ("OMPI_COMM_WORLD_SIZE", "1", False),
-    ("OMPI_COMM_WORLD_SIZE", "8", True), ("TPU_WORKER_HOSTNAMES", "localhost", False),
-    ("TPU_WORKER_HOSTNAMES", "a,b", True), ("HOME", "here", False),
+    ("OMPI_COMM_WORLD_SIZE", "8", True), ("HOME", "here", False),
 ])  # fmt: skip
-def test_a_cluster_is_joined_where_there_are_several_processes(name, value, several, monkeypatch):
+def test_a_cluster_is_joined_where_there_are_several_processes(alone, name, value, several, monkeypatch):
     joined = []
     monkeypatch.setattr(jax.distributed, "initialize", lambda **given: joined.append(given))
     monkeypatch.setenv(name, value)
-    sharding.join_hosts()
+    hosts.join()
     assert joined == [{}] * several
+
+
+def test_a_tpu_machine_asks_for_its_slice_and_goes_on_alone_without_one(alone, monkeypatch, tmp_path):
+    asked = []
+
+    def initialize():
+        asked.append(1)
+        raise ValueError("coordinator_address should be defined.")
+
+    monkeypatch.setattr(jax.distributed, "initialize", initialize)
+    monkeypatch.setattr(hosts, "TPU_DEVICES", (str(tmp_path),))
+    hosts.join()
+    assert asked == [1]
+
+
+def test_others_that_are_not_found_are_one_line(alone, monkeypatch):
+    """Open MPI 5, which JAX does not know: nothing is trained by each alone."""
+    monkeypatch.setenv("OMPI_COMM_WORLD_SIZE", "2")
+    with pytest.raises(ConfigError, match="2 processes are to run together, and do not find each other .*by hand: JAX"):
+        hosts.join()
+
+
+@pytest.mark.parametrize(("cores", "processes", "devices"), [(2, 1, 2), (3, 2, 2), (4, 2, 4), (2, 4, 2), (3, 1, 2)])
+def test_cpu_devices_of_all_processes_divide_the_rows(cores, processes, devices):
+    cfg = tiny.config()
+    assert sharding.cpu_devices(cfg, cores, processes) == devices
+    assert tiny.BATCH % (devices * processes) == 0
+
+
+def test_hosts_with_other_data_stop_before_they_train(monkeypatch):
+    """As processes 0, 1 and 2 of three: what they gather, and that each is told."""
+    texts, gathered = ["data a", "data b", "data a"], []
+    monkeypatch.setattr(jax, "process_count", lambda: 3)
+    monkeypatch.setattr(hosts.multihost_utils, "process_allgather", lambda x: (gathered.append(x), x)[1])
+    for text in texts:
+        hosts.check_hosts_agree(text)  # alike as far as this stand-in goes
+    monkeypatch.setattr(hosts.multihost_utils, "process_allgather", lambda _: np.stack(gathered))
+    for text in texts:
+        with pytest.raises(ConfigError, match=r"process\(es\) 1 have other data or another config than process 0"):
+            hosts.check_hosts_agree(text)

@@ -156,7 +156,8 @@ def test_fc_18_a_folder_of_removed_heads_answers_every_question(tmp_path):
     out, left = tmp_path / "less", ["L1H1", "L1H2", "L1H3"]
     (found,), printed = evaluate(small.run().workdir, "remove", "last", out, heads="L1H0,0.0,0.1,0.2,0.3")
     assert "removed L0H0 L0H1 L0H2 L0H3 L1H0; masked and removed differ by " in printed
-    assert f"new run folder: {out}" in printed and (small.run().workdir / "eval/remove/less_before_after.csv").exists()
+    assert f"new run folder: {out}" in printed and (
+        small.run().workdir / "eval/remove/000030_without=L0H0+L0H1+L0H2+L0H3+L1H0_before_after.csv").exists()
     (heads,), _ = evaluate(out, "heads")
     assert [r["head"] for r in heads["tables"]["heads"]] == left
     assert heads["tables"]["composition"] == [] and heads["drawn_at_random"] == []

@@ -31,7 +31,7 @@ def test_prepare_data_makes_what_training_finds(tmp_path):
     first, again = (run("prepare_data.py", *args, cwd=tmp_path) for _ in range(2))
     assert first.returncode == 0, first.stderr
     lines = first.stdout.splitlines()
-    assert "in 54 documents" in lines[0] and "in 6 documents (10% of them all); vocabulary 257" in lines[0]
+    assert "in 54 document(s)" in lines[0] and "in 6 document(s) (10% of the different texts, by their" in lines[0]
     assert lines[1].startswith("train: ") and "in 1 shard(s), sha256 " in lines[1]
     assert again.stdout.splitlines()[:3] == lines[:3]
     assert len([p for p in (tmp_path / "cache" / "tokens").iterdir() if p.name[0] != "."]) == 2

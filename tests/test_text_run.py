@@ -198,9 +198,9 @@ def test_a_changed_corpus_under_the_same_config_is_refused(run, corpus, tmp_path
     try:
         shutil.copytree(other, corpus)
         monkeypatch.setattr(loop.Training, "run", lambda *_: pytest.fail("it went on"))
-        with pytest.raises(ConfigError, match=r"the data here is not that of step 6 \(\w+ tokens\): its fingerprint"):
+        with pytest.raises(ConfigError, match=r"is not that of step 6 \(\w+ tokens\): its fingerprint"):
             tiny.train(cfg, workdir)
-        with pytest.raises(ConfigError, match=r"the data here is not that of step 3 \(\w+ tokens\): its fingerprint"):
+        with pytest.raises(ConfigError, match=r"is not that of step 3 \(\w+ tokens\): its fingerprint"):
             open_run(workdir).at(3)
     finally:
         shutil.rmtree(corpus)

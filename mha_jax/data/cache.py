@@ -12,7 +12,9 @@ import hashlib
 import json
 import os
 import pathlib
+import platform
 import shutil
+import sys
 from collections.abc import Iterator
 
 import numpy as np
@@ -20,7 +22,7 @@ from tqdm import tqdm
 
 from mha_jax.config import ConfigError
 
-FORMAT = 2  # of the files below; part of their fingerprint
+FORMAT = 3  # of the files below; part of their fingerprint
 SHARD_TOKENS = 2**24  # of a shard, more or less: what is in memory before it is written
 BATCH_CHARACTERS = 2**20  # encoded in one call, on all cores
 
@@ -32,6 +34,7 @@ class Stream:
 
     shards: tuple[np.ndarray, ...]
     starts: np.ndarray
+    hashes: np.ndarray  # uint64 [documents], of their texts
     fingerprint: str  # sha256 of the tokens
     left_out: dict = dataclasses.field(default_factory=dict)  # documents by reason
 
@@ -74,7 +77,7 @@ def tokenise(documents, tokenizer, cache_dir) -> Stream:
     if not folder.exists():
         folder.parent.mkdir(parents=True, exist_ok=True)
         with open(folder.with_name(f".{key}.lock"), "w") as lock:
-            fcntl.lockf(lock, fcntl.LOCK_EX)  # another process may be at it: then its work is ours
+            _wait_for(lock, folder)  # another process may be at it: then its work is ours
             try:
                 if not folder.exists():
                     _write(folder, documents, tokenizer)
@@ -84,19 +87,28 @@ def tokenise(documents, tokenizer, cache_dir) -> Stream:
     return _open(folder)
 
 
+def _wait_for(lock, folder: pathlib.Path):
+    try:
+        fcntl.lockf(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except (BlockingIOError, PermissionError):
+        print(f"waiting for another process that prepares {folder}", file=sys.stderr, flush=True)
+        fcntl.lockf(lock, fcntl.LOCK_EX)
+
+
 def _open(folder: pathlib.Path) -> Stream:
     try:
         meta = json.loads((folder / "meta.json").read_text())
         shards = tuple(np.load(folder / f"{i:05d}.tokens.npy", mmap_mode="r").view(np.ndarray)
                        for i in range(len(meta["shards"])))  # fmt: skip
-        lengths = np.concatenate([np.load(folder / f"{i:05d}.lengths.npy") for i in range(len(shards))])
+        lengths, hashes = (np.concatenate([np.load(folder / f"{i:05d}.{name}.npy") for i in range(len(shards))])
+                           for name in ("lengths", "hashes"))  # fmt: skip
         found, stated = [len(shard) for shard in shards], meta["shards"]
-    except (OSError, ValueError, EOFError, KeyError) as error:
+    except (FileNotFoundError, ValueError, EOFError, KeyError) as error:
         raise ConfigError(f"{folder}: damaged ({error}); delete this folder, it will be made again") from None
     if found != stated or lengths.sum() != sum(found):
         raise ConfigError(f"{folder}: holds {sum(found)} tokens instead of {sum(stated)}; delete this folder")
     starts = np.concatenate([[0], np.cumsum(lengths[lengths > 0])]).astype(np.int64)
-    return Stream(shards, starts, meta["sha256"], meta["left_out"])
+    return Stream(shards, starts, hashes[lengths > 0], meta["sha256"], meta["left_out"])
 
 
 def _write(folder: pathlib.Path, documents, tokenizer):
@@ -107,12 +119,15 @@ def _write(folder: pathlib.Path, documents, tokenizer):
     while (done := half / f"{len(lengths):05d}.tokens.npy").exists():
         lengths.append(np.load(half / f"{len(lengths):05d}.lengths.npy"))
     first, name, split = sum(map(len, lengths)), documents.identity["name"], documents.identity["split"]
+    if not sys.stderr.isatty():
+        print(f"tokenising {name}, {split}: {len(documents):,} documents", file=sys.stderr, flush=True)
     bar = tqdm(total=len(documents), initial=first, desc=f"tokenising {split}", unit=" documents", disable=None,
                leave=False)  # fmt: skip
     with bar:
-        for tokens, lengths_D in _shards(documents.texts(first), tokenizer, bar):
+        for tokens, lengths_D, hashes_D in _shards(documents.texts(first), tokenizer, bar):
             done = half / f"{len(lengths):05d}.tokens.npy"
             _save(half / f"{len(lengths):05d}.lengths.npy", lengths_D)
+            _save(half / f"{len(lengths):05d}.hashes.npy", hashes_D)
             _save(done, tokens)  # last: a shard whose tokens are there is whole
             lengths.append(lengths_D)
     counts = np.concatenate([*lengths, np.zeros(0, np.int64)])
@@ -136,22 +151,28 @@ def _write(folder: pathlib.Path, documents, tokenizer):
     os.rename(half, folder)
 
 
-def _shards(texts: Iterator[str], tokenizer, bar) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-    """(tokens, tokens of each document with its EOT or 0) of about `SHARD_TOKENS` tokens each."""
+def _shards(texts: Iterator[str], tokenizer, bar) -> Iterator[tuple[np.ndarray, np.ndarray, np.ndarray]]:
+    """(tokens, tokens of each document with its EOT or 0, hash of each) of about `SHARD_TOKENS` tokens each."""
     dtype = np.uint16 if tokenizer.vocab_size <= 2**16 else np.uint32
-    end, tokens, lengths, size = np.array([tokenizer.eot], dtype), [], [], 0
+    end, tokens, lengths, hashes, size = np.array([tokenizer.eot], dtype), [], [], [], 0
     for some in _batches(texts):
         for ids in tokenizer.encode_batch(some):
             if len(ids):
                 tokens += [ids.astype(dtype), end]
             lengths.append(len(ids) + bool(len(ids)))
             size += lengths[-1]
+        hashes += map(text_hash, some)
         bar.update(len(some))
         if size >= SHARD_TOKENS:
-            yield np.concatenate(tokens), np.array(lengths, np.int64)
-            tokens, lengths, size = [], [], 0
+            yield np.concatenate(tokens), np.array(lengths, np.int64), np.array(hashes, np.uint64)
+            tokens, lengths, hashes, size = [], [], [], 0
     if lengths:
-        yield np.concatenate([*tokens, end[:0]]), np.array(lengths, np.int64)
+        yield np.concatenate([*tokens, end[:0]]), np.array(lengths, np.int64), np.array(hashes, np.uint64)
+
+
+def text_hash(text: str) -> int:
+    """64 bits of a text, 0 for an empty one: what documents are compared by."""
+    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "big") or 1 if text else 0
 
 
 def _batches(texts: Iterator[str]) -> Iterator[list[str]]:
@@ -168,7 +189,7 @@ def _batches(texts: Iterator[str]) -> Iterator[list[str]]:
 
 def _save(path: pathlib.Path, array: np.ndarray):
     """The whole file or none, on the disk before it has its name."""
-    half = path.with_name(f"{path.name}.half")
+    half = path.with_name(f"{path.name}.{platform.node()}.{os.getpid()}.half")
     with open(half, "wb") as file:
         np.save(file, array)
         file.flush()

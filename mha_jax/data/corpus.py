@@ -8,6 +8,7 @@ import contextlib
 import dataclasses
 import difflib
 import io
+import os
 import pathlib
 import re
 from collections.abc import Iterator, Sequence
@@ -81,7 +82,7 @@ def open_documents(
         return _open_files(dataset, data_dir, split, validation, field or "text")
     if dataset == "stdlib":
         builder = prepare(PythonStdlib(data_dir=data_dir))
-    elif dataset.startswith(("/", ".", "~")) or _info_file(dataset).exists():
+    elif dataset.startswith(("/", ".", "~")) or os.path.exists(_info_file(dataset)):
         builder = _from_folder(dataset)
     else:
         builder = _from_name(dataset, [str(data_dir), constants.get_default_data_dir()])
@@ -92,7 +93,8 @@ def open_documents(
         raise ConfigError(
             f"config.data.dataset = {dataset!r}: {builder.data_dir} is in the format "
             f"{builder.info.file_format.value}, which has no random access; to convert it: "
-            f"python scripts/prepare_tfds.py {builder.data_dir} ({ENVIRONMENT})"
+            f"python scripts/prepare_tfds.py {builder.data_dir} --data_dir={data_dir.with_name('array_record')} "
+            f"({ENVIRONMENT})"
         ) from None
     whole = builder.info.splits[re.sub(r"\[.*", "", chosen)]
     if missing := [str(file) for file in whole.filepaths if not pathlib.Path(file).exists()]:
@@ -114,7 +116,7 @@ def open_documents(
 
 def _open_files(dataset: str, data_dir: pathlib.Path, split: str, validation: str, field: str):
     paths = files.find(dataset)
-    kinds = "".join("j" if files.is_json_lines(path) else "t" for path in paths)
+    kinds = " ".join(map(files.kind_of, paths))
     identity = {
         "name": "files",
         "split": split,
@@ -205,7 +207,9 @@ def _why_absent(dataset: str, name: str, version: str | None, data_dirs: list[st
             f"{command} ({ENVIRONMENT})",
             "Reading it needs no TensorFlow.",
         ]
-    close = difflib.get_close_matches(name.lower(), {*known, *hidden, "stdlib"}, 5, 0.6)
+    names = {*known, *hidden, "stdlib"}
+    close = difflib.get_close_matches(name.lower(), names, 5, 0.6)
+    close = close or sorted(n for n in names if n.startswith(name))[:5]
     return [
         f"{key}: not prepared, and TFDS knows no such name.",
         searched,
@@ -215,16 +219,22 @@ def _why_absent(dataset: str, name: str, version: str | None, data_dirs: list[st
 
 
 def _version(name: str) -> str:
-    builder_class = tfds.builder_cls(name)
+    try:
+        builder_class = tfds.builder_cls(name)
+    except ImportError:  # its code wants a library that is not here
+        return "of an unknown version"
     default = builder_class.default_builder_config.version if builder_class.BUILDER_CONFIGS else None
     return str(default or builder_class.VERSION)
 
 
 def _hidden_names() -> set[str]:
-    """Datasets whose old-style modules TFDS skips without TensorFlow: we know them by their files alone."""
-    package, rooms = pathlib.Path(tfds.__file__).parent, ("text", "translate", "summarization")
-    names = [path.stem for room in rooms for path in package.glob(f"{room}/*.py")]
-    return {name for name in names if not name.endswith(("_test", "_utils", "__init__"))}
+    """Datasets whose old-style modules TFDS skips without TensorFlow, by the names of their classes: known from the
+    text of their files alone."""
+    files_of = pathlib.Path(tfds.__file__).parent.rglob("*.py")
+    sources = [path.read_text(errors="replace") for path in files_of if not path.stem.endswith("_test")]
+    pattern = re.compile(r"^class (\w+)\([\w.]*(?:Builder|WmtTranslate)", re.MULTILINE)
+    classes = [name for source in sources for name in pattern.findall(source)]
+    return {naming.camelcase_to_snakecase(name) for name in classes} - {"builder"}
 
 
 def _chosen_split(dataset: str, available, split: str, validation: str) -> str:
@@ -258,5 +268,5 @@ def _text_key(dataset: str, features, field: str | None) -> str:
         return "text" if "text" in texts else texts[0]
     raise ConfigError(
         f"config.data.dataset = {dataset!r}: no feature 'text', and not one text feature alone; "
-        f"set config.data.field to one of {', '.join(sorted(features))}"
+        f"set config.data.field to one of {', '.join(sorted(texts)) or 'none, it has no text'}"
     )

@@ -9,7 +9,6 @@ import dataclasses
 import functools
 import glob
 import gzip
-import hashlib
 import io
 import json
 import pathlib
@@ -20,11 +19,13 @@ import numpy as np
 from tqdm import tqdm
 
 from mha_jax.config import ConfigError
+from mha_jax.data.cache import text_hash
 from mha_jax.held_out import held_out
 
 PREFIX = "files:"
 LONGEST = 2**16  # characters: a book would be in one split alone, and tokenised in one go
 JSON_LINES = (".jsonl", ".ndjson", ".jsonl.gz", ".ndjson.gz")
+NOT_TEXT = (".json", ".parquet", ".arrow", ".npy", ".npz", ".zip", ".tar", ".tgz", ".zst", ".bz2", ".xz", ".pdf")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -74,19 +75,28 @@ def find(dataset: str) -> tuple[pathlib.Path, ...]:
         folder = pathlib.Path(pattern)
         hint = f"; it is a folder: its files are {PREFIX}{pattern}/**/*" if folder.is_dir() else ""
         raise ConfigError(f"config.data.dataset = {dataset!r}: no file matches {folder.absolute()}{hint}")
+    for path in found:
+        if path.name.lower().removesuffix(".gz").endswith(NOT_TEXT):
+            raise ConfigError(f"config.data.dataset = {dataset!r}: {path} is neither text nor JSON lines (*.jsonl, one "
+                              "object a line); leave it out or convert it")  # fmt: skip
     return found
 
 
 def is_json_lines(path) -> bool:
     """Whether a file is read as JSON lines, by its name."""
-    return str(path).endswith(JSON_LINES)
+    return str(path).lower().endswith(JSON_LINES)
+
+
+def kind_of(path) -> str:
+    """How a file is read: 't' or 'j' for text or JSON lines, 'z' after it for .gz."""
+    return "tj"[is_json_lines(path)] + "z" * str(path).lower().endswith(".gz")
 
 
 def read(paths, field: str) -> Iterator[str]:
     """The text of every document. Bytes that are not UTF-8 become U+FFFD. ConfigError naming file and line where a
     line is not JSON or has no text under `field`, and for a damaged .gz."""
     for path in paths:
-        opened = gzip.open(path, "rb") if str(path).endswith(".gz") else open(path, "rb")  # noqa: SIM115
+        opened = gzip.open(path, "rb") if kind_of(path).endswith("z") else open(path, "rb")  # noqa: SIM115
         with opened as file:
             try:
                 yield from _json_lines(path, file, field) if is_json_lines(path) else _pieces(file)
@@ -103,7 +113,9 @@ def _json_lines(path, file, field: str) -> Iterator[str]:
         except ValueError as error:
             raise ConfigError(f"config.data.dataset: {path}, line {number}: not JSON ({error})") from None
         if not isinstance(record, dict) or not isinstance(record.get(field), str):
-            has = f"it has {', '.join(record)}" if isinstance(record, dict) else f"it is a {type(record).__name__}"
+            has = f"it is a {type(record).__name__}"
+            if isinstance(record, dict):
+                has = "it has " + ", ".join(f"{key} ({type(value).__name__})" for key, value in record.items())
             raise ConfigError(f"config.data.dataset: {path}, line {number}: no text under {field!r} "
                               f"(config.data.field); {has}")  # fmt: skip
         yield record[field].encode("utf-16", "surrogatepass").decode("utf-16", "replace")  # halves of a pair: \ud800
@@ -126,13 +138,7 @@ def _pieces(file) -> Iterator[str]:
 def _hashes(paths, field: str, sha256: str) -> np.ndarray:
     """uint64 [documents]: a hash of each text, 0 for an empty one. sha256 of the files is there for the cache alone."""
     all_texts = tqdm(read(paths, field), desc="looking through the files", unit=" documents", disable=None, leave=False)
-    return np.fromiter((_hash(text) for text in all_texts), np.uint64)
-
-
-def _hash(text: str) -> int:
-    if not text:
-        return 0
-    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "big") or 1
+    return np.fromiter(map(text_hash, all_texts), np.uint64)
 
 
 def split_of(hash_D: np.ndarray, validation: str) -> np.ndarray:

@@ -50,7 +50,7 @@ class TaskSource:
         self.task = tasks.make_task(config.data)
         self.config = config
         self.description = f"{config.data.task}, made on the fly"
-        self.fingerprint = repr(self.task)
+        self.name, self.fingerprint = config.data.task, repr(self.task)
         self._make = _batch_maker(self.task, config.data.batch_size, config.steps_per_call, mesh)
         if config.data.vocab_size < SMALL_VOCAB:
             self.induction_probe = "the task's own sequences"
@@ -81,7 +81,7 @@ class TextSource:
 
     def __init__(self, config: Config, mesh, tokenizer: Tokenizer | FileTokenizer | None = None):
         self.text = open_text(config.data, config.seed, tokenizer)
-        self.config, self.mesh = config, mesh
+        self.config, self.mesh, self.name = config, mesh, config.data.dataset
         self.tokenizer = self.text.tokenizer
         self.description = self.text.describe()
         streams = (self.text.train, self.text.validation)
@@ -89,26 +89,32 @@ class TextSource:
         self.spans = self.text.spans
         self._rows_B = local_rows(mesh, config.data.batch_size)
         self._reader = ThreadPoolExecutor(1, "rows")
-        self._next: tuple[int, Future] | None = None  # the step and batches that are made ahead
+        self._next: tuple[int, int, Future] | None = None  # first step, number and batches of what is made ahead
 
     def batches(self, step: int, n: int) -> dict:
         """Batches of steps step .. step + n - 1, stacked: [steps_per_call, B, ...], of which the first n count.
 
-        Those of step + n are then made ahead: what comes next unless something is due before.
+        As many from step + n on are then made ahead: what comes next unless something is due before.
         """
         ahead, self._next = self._next, None
-        batches = ahead[1].result() if ahead and ahead[0] == step else self._make(step)
-        self._next = step + n, self._reader.submit(self._make, step + n)
+        guessed = ahead is not None and ahead[0] == step and n <= ahead[1]
+        batches = ahead[2].result() if guessed else self._make(step, n)
+        self._next = step + n, n, self._reader.submit(self._make, step + n, n)
         return batches
 
-    def _make(self, step: int) -> dict:
+    def _make(self, step: int, n: int) -> dict:
         B, size = self.config.data.batch_size, self.config.steps_per_call
-        items = (step + np.arange(size))[:, None] * B + self._rows_B
+        items = (step + np.arange(n))[:, None] * B + self._rows_B
         rows = self.text.rows(items.ravel())
         if self.config.data.packing == "concatenated":
             rows |= {"positions_BT": None, "segments_BT": None}
-        return {k: None if v is None else put_local(self.mesh, v.reshape(*items.shape, *v.shape[1:]), self._rows_B, B)
-                for k, v in rows.items()}  # fmt: skip
+
+        def stack(values):
+            full = np.zeros((size, len(self._rows_B), *values.shape[1:]), values.dtype)
+            full[:n] = values.reshape(n, len(self._rows_B), *values.shape[1:])
+            return put_local(self.mesh, full, self._rows_B, B)
+
+        return {k: None if v is None else stack(v) for k, v in rows.items()}
 
     def evaluation(self) -> Evaluation:
         """`data.eval_rows` rows from random offsets inside validation documents."""

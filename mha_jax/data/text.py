@@ -20,7 +20,8 @@ from mha_jax.data.corpus import open_documents
 from mha_jax.data.tokenizer import FileTokenizer, Tokenizer, load, train_bpe
 from mha_jax.held_out import meaning
 
-BIGRAM_TOKENS = 2**25  # training tokens that the bigram line is fitted on, at most
+# Training tokens that the bigram line is fitted on, at most, in pieces spread evenly over a longer stream.
+BIGRAM_TOKENS, BIGRAM_PIECES = 2**25, 64
 
 
 def make_tokenizer(documents, kind: str, vocab_size: int, cache_dir) -> Tokenizer | FileTokenizer:
@@ -78,7 +79,7 @@ class TextData:
     length: int  # T
     seed: int
     packing: str
-    held_out: str = ""  # what validation is, in words
+    held_out_words: str = ""  # what validation is
     plateau = "bigram"  # which of `lines` is the loss of a model that does not use its context
 
     @property
@@ -99,15 +100,14 @@ class TextData:
         batch["weights_BT"][first_B[:, None] + np.arange(1, self.length + 1) >= len(self.train)] = 0
         return batch
 
-    def train_row(self, item: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """(tokens [U], positions [T], segments [T]) of one item."""
-        batch = self.rows(np.array([item]))
-        tokens_U = np.concatenate([batch["inputs_BT"][0], batch["targets_BT"][0, -1:]])
-        return tokens_U, batch["positions_BT"][0], batch["segments_BT"][0]
-
     def batch(self, tokens_BU: np.ndarray) -> dict[str, np.ndarray]:
         """The batch of any rows [B, U], by this run's packing."""
         return annotate(tokens_BU, self.tokenizer.eot, self.packing)
+
+    @functools.cached_property
+    def _seen_D(self) -> np.ndarray:
+        """Which validation documents have a text that a training document has too: a dataset's own splits may meet."""
+        return np.isin(self.validation.hashes, self.train.hashes)
 
     def eval_rows(self, num: int, seed: int) -> np.ndarray:
         """tokens [num, U] int32: different rows, each wholly inside a validation document, every possible
@@ -129,6 +129,8 @@ class TextData:
     def _inside(self, stream: Stream, size: int, num: int, seed: int, size_name: str, num_name: str) -> np.ndarray:
         lengths = stream.lengths
         offsets_D = np.maximum(lengths - size + 1, 0)
+        if stream is self.validation:
+            offsets_D[self._seen_D] = 0
         total = int(offsets_D.sum())
         if total < num:
             kind = "validation" if stream is self.validation else "training"
@@ -144,7 +146,12 @@ class TextData:
 
     @functools.cached_property
     def _bigram(self) -> bigram.Bigram:
-        return bigram.fit(self.train.tokens(0, BIGRAM_TOKENS), self.tokenizer.vocab_size)
+        if len(self.train) <= BIGRAM_TOKENS:
+            return bigram.fit(self.train.tokens(), self.tokenizer.vocab_size)
+        size = BIGRAM_TOKENS // BIGRAM_PIECES
+        firsts = np.linspace(0, len(self.train) - size, BIGRAM_PIECES).astype(int)
+        sample = np.concatenate([self.train.tokens(first, first + size) for first in firsts])
+        return bigram.fit(sample, self.tokenizer.vocab_size)
 
     def lines(self, tokens_RU: np.ndarray) -> dict[str, np.ndarray]:
         """Losses [R, T] in nats of strategies that bound a model from above, on the same rows: 'uniform' (ln
@@ -160,14 +167,18 @@ class TextData:
 
     def describe(self) -> str:
         """One line for the start of a run: sizes, packing, what is held out and what is left out."""
-        left_out = {reason: n for reason, n in self.train.left_out.items() if n}
-        return (
-            f"text: {len(self.train):,} training tokens in {len(self.train.lengths):,} documents, "
-            f"{self.num_rows:,} {self.packing} rows of {self.length} an epoch; {len(self.validation):,} validation "
-            f"tokens in {len(self.validation.lengths):,} documents ({self.held_out}); vocabulary "
-            f"{self.tokenizer.vocab_size}"
-            + "".join(f"; left out {n:,} {reason.replace('_', ' ')}" for reason, n in left_out.items())
-        )
+        lengths, seen = self.validation.lengths, int(self._seen_D.sum())
+        enough = int((lengths[~self._seen_D] > self.length).sum())
+        lines = [
+            f"text: {len(self.train):,} training tokens in {len(self.train.lengths):,} document(s)",
+            f"{self.num_rows:,} {self.packing} rows of {self.length} an epoch",
+            f"{len(self.validation):,} validation tokens in {len(lengths):,} document(s) ({self.held_out_words}), "
+            f"{enough:,} of them long enough for an evaluation row",
+            *([f"{seen:,} of them left out, their texts are in training too"] if seen else []),
+            f"vocabulary {self.tokenizer.vocab_size}",
+            *(f"left out {n:,} {reason.replace('_', ' ')}" for reason, n in self.train.left_out.items() if n),
+        ]
+        return "; ".join(lines)
 
 
 def open_text(data: DataConfig, seed: int, tokenizer: Tokenizer | FileTokenizer | None = None) -> TextData:
@@ -189,10 +200,11 @@ def open_text(data: DataConfig, seed: int, tokenizer: Tokenizer | FileTokenizer 
                               f"ids (config.data.tokenizer = {data.tokenizer!r}); allowed is that number")  # fmt: skip
         streams = [tokenise(documents, tokenizer, cache_dir) for documents in splits]
     except OSError as error:
-        reason = str(error).splitlines()[0]
-        raise ConfigError(f"config.data.cache_dir = {data.cache_dir!r}: cannot be used ({reason})") from error
+        ours = error.filename is None or pathlib.Path(error.filename).is_relative_to(cache_dir)
+        key, value = ("cache_dir", data.cache_dir) if ours else ("dataset", data.dataset)
+        raise ConfigError(f"config.data.{key} = {value!r}: cannot be used ({error})") from error
     text = TextData(tokenizer, *streams, length=data.length, seed=seed, packing=data.packing,
-                    held_out=meaning(data.validation, splits[1].own_split))  # fmt: skip
+                    held_out_words=meaning(data.validation, splits[1].own_split))  # fmt: skip
     if text.num_rows < data.batch_size:
         raise ConfigError(
             f"config.data.dataset = {data.dataset!r} has {len(text.train)} training tokens, "

@@ -48,6 +48,7 @@ def heads(snapshot: Snapshot, seed: int = 0, progress=lambda done, total: None) 
     facts = provenance(snapshot) | {
         "induction_probe": panel.source.induction_probe,
         "induction_ceiling": panel.ceiling,
+        "induction_chance": [float(x) for x in panel.chance_P["induction"]],
         "periods": periods,
         "composition_offsets": list(offsets),
         "formed_at_strength": FORMED,

@@ -20,6 +20,7 @@ from mha_jax.pruning import ablation, curves, sets
 from mha_jax.run import Snapshot
 from mha_jax.training import folder, state
 from mha_jax.training.checkpoint import Checkpoints
+from mha_jax.training.progress import Progress
 from mha_jax.validation import resolve
 
 ROUNDS = 7  # of the paired timing
@@ -86,7 +87,7 @@ def remove(snapshot: Snapshot, heads, out=None, say=lambda message: None) -> Res
     return Result("remove", facts | compared, {"before_after": table})
 
 
-def from_order(path, order: str | None, keep: str, subject: Subject) -> list[tuple[int, int]]:
+def from_order(path, order: str | None, keep: str | None, subject: Subject) -> list[tuple[int, int]]:
     """The heads that go so that `keep` (a share such as '60%', or a number of heads) stay, by an order of a prune
     result. ConfigError for a file that is none, an order that it does not have, or a share out of range."""
     path = pathlib.Path(path)
@@ -104,9 +105,8 @@ def from_order(path, order: str | None, keep: str, subject: Subject) -> list[tup
         raise ConfigError(f"--orders={order}: {path} has {', '.join(names)}")
     if keep is None:
         raise ConfigError("--from goes with --keep=60%, the share or number of heads that stay")
-    text = keep
     try:
-        stay = float(text[:-1]) / 100 * len(subject.heads) if text.endswith("%") else float(int(text))
+        stay = float(keep[:-1]) / 100 * len(subject.heads) if keep.endswith("%") else float(int(keep))
     except ValueError:
         stay = math.nan
     have = len(subject.heads)
@@ -165,8 +165,8 @@ def _write(at, new: Config, tree, meta: dict, snapshot: Snapshot, cut, loss: flo
                                             "heads": [head_name(*h) for h in cut]})  # fmt: skip
     if (source / "tokenizer.json").exists():
         shutil.copy(source / "tokenizer.json", at / "tokenizer.json")
-    kept = {"data": meta["data"], "tokens": meta["tokens"], "untimed_tokens": meta["tokens"]}
-    kept |= dict.fromkeys(("seconds", "probe_seconds", "input_seconds", "compile_seconds"), 0.0)  # another model's
+    kept = {"data": meta["data"]}  # and no seconds: they were another model's
+    kept |= dataclasses.asdict(Progress(snapshot.step, tokens=meta["tokens"], untimed_tokens=meta["tokens"]))
     tree = jax.tree.map(jax.numpy.asarray, tree)
     Checkpoints(at, new.checkpoint, new.steps).save(
         snapshot.step, tree, kept | {"config": configs.to_dict(new)}, loss

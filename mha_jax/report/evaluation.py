@@ -1,6 +1,5 @@
 """What eval.py does: run one task of the laboratory on saved steps, print its tables, write JSON, CSV and pictures."""
 import dataclasses
-import json
 import pathlib
 import re
 
@@ -43,7 +42,7 @@ def evaluate(workdir, task: str, step: str = "last", out=None, **options) -> lis
                 _check_owner(stem.with_name(f"{stem.name}.json"), snapshot)
             result = _run(snapshot, name, out, options)
             if name == "remove":
-                stem = folder / pathlib.Path(result.facts["folder"]).name
+                stem = folder / f"{at:06d}{_suffix({'without': tuple(result.facts['removed'])})}"
             results.append(_show(snapshot, result, stem, name))
     return results
 
@@ -160,13 +159,14 @@ def lines(result: Result) -> list[str]:
             f"eval loss {f['eval_loss']:.4f}; lines: " + ", ".join(f"{k} {x:.4f}" for k, x in f["limits"].items()),
             *(f"  {name.replace('_', ' ')}: {loss:.4f}" for name, loss in f["parts"].items()),
             f"ICL score {f['icl_score']:+.4f} ± {f['icl_score_se']:.4f} (late minus early, positions "
-            f"{json.dumps(f['icl_positions'])}{packing}; in-context unigram {f['icl_unigram']:+.4f}{bayes})",
+            f"{_windows(f['icl_positions'])}{packing}; in-context unigram {f['icl_unigram']:+.4f}{bayes})",
         ]
     if result.task == "heads":
-        chance = {"head": "chance", "reading": ""} | f["chance"]
+        chance = {"head": "chance", "reading": ""} | f["chance"] | {"induction": None}  # of its own period: above
         minimum = f", minimum over periods {f['periods']}" if f["periods"] != [0] else ""
+        chances = ", ".join(f"{x:.3f}" for x in f["induction_chance"])
         return [
-            f"induction: prefix matching on {f['induction_probe']}{minimum}",
+            f"induction: prefix matching on {f['induction_probe']}{minimum}; chance {chances}",
             *tables.text([chance, *t["heads"]], HEAD_COLUMNS),
             f"{f['share_without_reading']:.0%} of the heads have no reading; induction heads: "
             f"{', '.join(f['induction_heads']) or 'none'}; why each: the column `rule` of the CSV",
@@ -179,6 +179,11 @@ def lines(result: Result) -> list[str]:
         return [f"removed {' '.join(f['removed'])}; masked and removed differ by {f['largest_difference']:.1e} at most",
                 *tables.text(t["before_after"]), f"new run folder: {f['folder']}"]  # fmt: skip
     return tables.text(t["front" if "front" in t else "removable"])
+
+
+def _windows(positions: dict) -> str:
+    spans = [f"{name} {span[0]} to {span[1]}" for name in ("early", "late") if (span := positions[name])]
+    return ", ".join(spans) + ("" if positions["same_in_every_row"] else ", other in each row")
 
 
 def grid(rows: list[dict]) -> list[dict]:

@@ -12,6 +12,7 @@ import math
 import os
 import pathlib
 import platform
+import re
 import subprocess
 import sys
 import tempfile
@@ -31,6 +32,8 @@ FREE = ("name", "steps", "steps_per_call", "mesh.", "tracking.", "checkpoint.", 
 def absolute(path) -> pathlib.Path:
     """The one spelling of a folder: ~ and links resolved (Orbax refuses relative paths, late and in a thread)."""
     return pathlib.Path(path).expanduser().resolve()
+
+TEXT_FINGERPRINT = re.compile(r"[0-9a-f]{16}(-[0-9a-f]{16}){2}")  # tokenizer, training tokens, validation tokens
 
 
 def write_atomically(path: pathlib.Path, text: str):
@@ -146,18 +149,19 @@ def check_same_optimizer(meta: dict, new: Config):
                           "(--restore=params keeps the parameters and starts a fresh optimizer)")  # fmt: skip
 
 
-def check_same_data(meta: dict, fingerprint: str):
-    """ConfigError when the data here is not what a checkpoint was trained on (another Python, say, has another
+def check_same_data(meta: dict, source):
+    """ConfigError when the data of `source` is not what a checkpoint was trained on (another Python, say, has another
     standard library): the same config would speak of other tokens."""
-    saved = meta.get("data")
-    if saved != fingerprint:
-        names = ("tokenizer", "training tokens", "validation tokens")
-        parts = zip(names, str(saved).split("-"), fingerprint.split("-"), strict=False)
-        other = ", ".join(name for name, a, b in parts if a != b) if fingerprint.count("-") == 2 else "task"
-        raise ConfigError(f"the data here is not that of step {meta['step']} ({other}): its fingerprint is "
-                          f"{fingerprint}, the "
-                          f"checkpoint's {saved}; 'stdlib' is the library of the Python that runs, so use the Python "
-                          "of environment.json, or train on a prepared dataset folder")  # fmt: skip
+    saved, now = str(meta.get("data")), source.fingerprint
+    if saved == now:
+        return
+    names = ("tokenizer", "training tokens", "validation tokens")
+    parts = zip(names, saved.split("-"), now.split("-"), strict=False)
+    other = ", ".join(n for n, a, b in parts if a != b) if TEXT_FINGERPRINT.fullmatch(now) else "task"
+    hint = ("; 'stdlib' is the library of the Python that runs, so use the Python of environment.json, or train on a "
+            "prepared dataset folder") if source.name == "stdlib" else ""  # fmt: skip
+    raise ConfigError(f"the data here, {source.name}, is not that of step {meta['step']} ({other}): its fingerprint is "
+                      f"{now}, the checkpoint's {saved}{hint}")  # fmt: skip
 
 
 def write_environment(workdir: pathlib.Path, mesh, step: int, warn):

@@ -25,6 +25,7 @@ from mha_jax.schedule import Schedule
 from mha_jax.training import clamp, folder, sharding, state, step, summary
 from mha_jax.training.checkpoint import Checkpoints
 from mha_jax.training.console import Console
+from mha_jax.training.hosts import check_hosts_agree
 from mha_jax.training.progress import Progress, start_lines
 from mha_jax.training.signals import Stop
 from mha_jax.training.tracking import Tracker, drop_after, read_metrics
@@ -82,6 +83,7 @@ class Training:
         # A resumed run keeps its own tokenizer: one trained again on another corpus would change every token.
         own = workdir / "tokenizer.json"
         self.source = make_source(config, self.mesh, tokenizer.load(own) if resumes and own.exists() else None)
+        check_hosts_agree(f"{self.source.fingerprint} {config}")
         console.say(f"data: {self.source.description}")
         self.panel = Panel(config, self.source, self.mesh)
         icl.check_windows(self.panel.evaluation.early_RT, self.panel.evaluation.late_RT)
@@ -91,10 +93,9 @@ class Training:
                         "most, so nothing will count as formed")  # fmt: skip
         self.panel_schedule = Schedule.parse(config.probes.panel)
         self.save_schedule = Schedule.parse(config.checkpoint.save)
-        self.progress, self.finished = Progress(), None
+        self.progress, self.finished, self.saved_at = Progress(), None, None
         self._restore_or_init(restore)
         changed = resumes and bool(folder.differences(folder.read_config(workdir), config))
-        self.saved_at = self.progress.step if resumes and self.checkpoints.steps() else None
         logged, first = 0, jax.process_index() == 0
         if first:
             logged = drop_after(workdir, self.progress.step, self._warn) if resumes else 0
@@ -122,7 +123,7 @@ class Training:
             self.state = state.sharded_init(self.config, self.mesh)
             return
         at, items, meta = found
-        folder.check_same_data(meta, self.source.fingerprint)
+        folder.check_same_data(meta, self.source)
         if restore == "state":
             folder.check_same_optimizer(meta, self.config)
         scalar = lambda x: jax.device_put(jnp.int32(x), replicated(self.mesh))  # noqa: E731
@@ -132,7 +133,7 @@ class Training:
             adamw = moments["1"] | {"2": {"count": scalar(at)}}
             items = items | {"optimizer": moments | {"1": adamw}}
         self.state = items | {"step": scalar(at), "failed_at": scalar(-1)}
-        self.progress = Progress.of_checkpoint(meta)
+        self.progress, self.saved_at = Progress.of_checkpoint(meta), at
         if at == self.config.steps:  # it was timed when it was made; measuring it again does not count
             self.finished = dataclasses.replace(self.progress)
         how = "parameters alone, with a fresh optimizer" if restore == "params" else "exactly"
@@ -277,8 +278,8 @@ class Training:
         if full:
             self.reading = reading
             rate = {"perf/probe_share": p.share(p.probe_seconds), "perf/tokens_per_second": p.tokens_per_second}
-            if self._input_share is not None:
-                rate["perf/input_share"] = self._input_share
+            if self._input_share(p) is not None:
+                rate["perf/input_share"] = self._input_share(p)
             known = any("limit/uniform" in e for e in self.events)
             values |= ({} if known else self.panel.limits) | rate
         if log:
@@ -288,10 +289,9 @@ class Training:
             self.tracker.log(p.step, p.tokens, p.seconds, values)
         self._show(full)
 
-    @property
-    def _input_share(self) -> float | None:
+    def _input_share(self, p: Progress) -> float | None:
         """Of the time, spent waiting for rows; None where the devices make them."""
-        return self.progress.share(self.progress.input_seconds) if self.config.data.task == "text" else None
+        return p.share(p.input_seconds) if self.config.data.task == "text" else None
 
     def _show(self, full: bool):
         p, values = self.progress, self.reading.values if self.reading else {}
@@ -314,7 +314,7 @@ class Training:
         p = self.finished or self.progress
         totals = {"steps": p.step, "tokens": p.tokens, "seconds": p.seconds, "compile_seconds": p.compile_seconds,
                   "tokens_per_second": p.tokens_per_second,
-                  "probe_share": p.share(p.probe_seconds), "input_share": self._input_share,
+                  "probe_share": p.share(p.probe_seconds), "input_share": self._input_share(p),
                   "num_params": transformer.count_params(self.config.model)}  # fmt: skip
         out = summary.summarise(self.config, self.events, self.panel, self.reading, totals)
         self.tracker.summary(out)

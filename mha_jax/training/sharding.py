@@ -8,6 +8,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from mha_jax.config import Config, ConfigError
+from mha_jax.training import hosts
 from mha_jax.validation import check_devices
 
 KV = "kv"  # in the table: `tensor` where K divides by it, else replicated
@@ -30,35 +31,6 @@ RULES = (
 )
 
 
-# Says that this process is one of several -> whether it does. SLURM and Open MPI set theirs for one process too.
-CLUSTERS = {
-    "JAX_COORDINATOR_ADDRESS": bool,
-    "SLURM_STEP_NUM_TASKS": lambda value: int(value or 1) > 1,
-    "OMPI_COMM_WORLD_SIZE": lambda value: int(value or 1) > 1,
-    "TPU_WORKER_HOSTNAMES": lambda value: "," in value,
-}
-
-
-def join_hosts():
-    """Where this is one process of several, meets the others; JAX finds Cloud TPU, SLURM and Open MPI out by itself.
-
-    By hand: JAX_COORDINATOR_ADDRESS=HOST:PORT, JAX_NUM_PROCESSES=N and JAX_PROCESS_ID=i. Must come before JAX starts.
-    ConfigError when these do not fit together.
-    """
-    found = [name for name, several in CLUSTERS.items() if several(os.environ.get(name, ""))]
-    if not found or jax.distributed.is_initialized():
-        return
-    given = {}
-    if found[0] == "JAX_COORDINATOR_ADDRESS":
-        given = {key: os.environ.get(f"JAX_{key.upper()}") for key in ("num_processes", "process_id")}
-        numbers = [value for value in given.values() if value is not None and value.isdigit()]
-        if len(numbers) < 2 or not int(given["process_id"]) < int(given["num_processes"]):
-            raise ConfigError(f"JAX_COORDINATOR_ADDRESS is set with JAX_NUM_PROCESSES = {given['num_processes']} and "
-                              f"JAX_PROCESS_ID = {given['process_id']}: allowed are a number of processes, and one of "
-                              "0 to one less than it")  # fmt: skip
-    jax.distributed.initialize(**{key: int(value) for key, value in given.items()})
-
-
 def use_cpu_devices(config: Config):
     """One virtual CPU device per core, batch over them: small models train nearly twice as fast.
 
@@ -69,18 +41,17 @@ def use_cpu_devices(config: Config):
     if asked or "JAX_NUM_CPU_DEVICES" in os.environ:
         return
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    processes = int(os.environ.get("JAX_NUM_PROCESSES", "1"))
-    jax.config.update("jax_num_cpu_devices", max(1, cpu_devices(config, cores * processes) // processes))
+    jax.config.update("jax_num_cpu_devices", cpu_devices(config, cores, hosts.expected()))
 
 
-def cpu_devices(config: Config, cores: int) -> int:
-    """How many virtual devices `use_cpu_devices` makes on `cores` cores."""
+def cpu_devices(config: Config, cores: int, processes: int = 1) -> int:
+    """How many virtual devices `use_cpu_devices` makes on `cores` cores, in each of `processes`."""
     mesh = config.mesh
     if mesh.data:
-        return mesh.data * mesh.fsdp * mesh.tensor
+        return max(1, mesh.data * mesh.fsdp * mesh.tensor // processes)
     rows = (config.data.batch_size // config.optimizer.accumulation, config.data.eval_rows, config.probes.rows,
             config.probes.repeats)  # fmt: skip
-    fits = [d for d in range(1, cores + 1) if all(r % (d * mesh.fsdp) == 0 for r in rows)]
+    fits = [d for d in range(1, cores + 1) if all(r % (d * processes * mesh.fsdp) == 0 for r in rows)]
     return max(fits, default=1) * mesh.fsdp * mesh.tensor
 
 

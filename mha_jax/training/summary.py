@@ -97,11 +97,14 @@ def describe(s: dict) -> list[str]:
     lines = [f"loss: {s['final_eval_loss']:.4f} nats ({against})"]
     lines += [f"  {name.replace('_', ' ')}: {loss:.4f}" for name, loss in s["parts"].items()]
     if s["icl_bayes"] is None:
-        claim = "below it" if s["learns_in_context"] else "not below it"
+        above = "not below it" if s["icl_score"] >= s["icl_unigram"] else "below it by less than two standard errors"
+        claim = "below it" if s["learns_in_context"] else above
     else:
         way = (s["icl_score"] - s["icl_unigram"]) / (s["icl_bayes"] - s["icl_unigram"])
         claim = f"Bayes {s['icl_bayes']:+.4f}; {way:.0%} of the way to it from the unigram's"
-    claim += ": learns in context" if s["learns_in_context"] else ": counting tokens explains most of it"
+    falls = s["icl_score"] < -2 * s["icl_score_se"]
+    counting = "counting tokens explains most of it" if falls else "the loss does not fall along the row"
+    claim += f": {'learns in context' if s['learns_in_context'] else counting}"
     packing = f", rows {s['packing']}" if s["packing"] else ""
     lines.append(f"ICL score: {s['icl_score']:+.4f} ± {s['icl_score_se']:.4f} nats, late minus early{packing} "
                  f"(in-context unigram {s['icl_unigram']:+.4f}; {claim})")  # fmt: skip

@@ -162,6 +162,11 @@ def test_fc_12_strange_documents_are_read(tmp_path):
         ("lm1b", ["lm1b:1.1.0 is not prepared", "prepare_tfds.py lm1b --data_dir=", "requirements-prepare.txt"]),
         ("imdb_reviews/plain_text:1.0.0", ["imdb_reviews:1.0.0 is not prepared",
                                             "python scripts/prepare_tfds.py imdb_reviews/plain_text:1.0.0 "]),
+        ("gsm8k", ["'gsm8k'", "hides this dataset where TensorFlow is missing"]),
+        ("wmt19_translate", ["'wmt19_translate'", "hides this dataset where TensorFlow is missing"]),
+        ("imdb", ["'imdb'", "TFDS knows no such name", "imdb_reviews"]),
+        ("dices/350", ["dices:of an unknown version is not prepared"]),
+        ("x" * 300, ["TFDS knows no such name"]),
         ("c4", ["'c4'", "hides this dataset where TensorFlow is missing", "scripts/prepare_tfds.py c4 --data_dir="]),
     ],
 )
@@ -249,7 +254,7 @@ def test_missing_file_and_other_formats_are_named(tmp_path):
     info = json.loads((folder / "dataset_info.json").read_text())
     (folder / "dataset_info.json").write_text(json.dumps(info | {"fileFormat": "tfrecord"}))
     with pytest.raises(ConfigError, match=rf"tfrecord, which has no random access; to convert it: "
-                       rf"python scripts/prepare_tfds.py {folder} \(it needs an environment with requirements-prep"):
+                       rf"python scripts/prepare_tfds.py {folder} --data_dir=/proc/array_record \(it needs an environ"):
         corpus.open_documents(str(folder), "/proc/nowhere", "train")
     (folder / "dataset_info.json").write_text(json.dumps(info))
     next(folder.glob("*array_record*")).unlink()

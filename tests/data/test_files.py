@@ -72,9 +72,9 @@ def test_fc_20_the_split_is_the_texts_own_not_that_of_a_seed_a_name_or_an_order(
     cache = tmp_path / "cache"
     streams = [text.open_text(config(f"files:{thousand}/*", cache), seed=seed) for seed in (0, 1)]
     assert streams[0].validation.fingerprint == streams[1].validation.fingerprint
-    numbers = [{t.decode([*row]) for t in (streams[0].tokenizer,) for row in np.split(
-        stream.tokens(), np.flatnonzero(stream.tokens() == 0))} for stream in (streams[0].train, streams[0].validation)]
-    assert not {n.removeprefix("<|endoftext|>") for n in numbers[0]} & held
+    train, validation = (set(streams[0].tokenizer.decode(stream.tokens()).split("<|endoftext|>")) - {""}
+                         for stream in (streams[0].train, streams[0].validation))  # fmt: skip
+    assert validation == held and len(train) == 950 and not train & held
 
 
 def test_fc_20_a_text_that_comes_twice_is_kept_once_and_said(tmp_path):
@@ -84,11 +84,11 @@ def test_fc_20_a_text_that_comes_twice_is_kept_once_and_said(tmp_path):
     assert len(found) == 50 and set(found.values()) == {1}
     assert documents[0].left_out == {"empty": 3, "duplicates": 150}
     data = text.open_text(config(f"files:{tmp_path}/*", tmp_path / "cache", length=16, batch_size=2), seed=0)
-    assert data.describe().endswith("documents (5% of them all); vocabulary 257; left out 3 empty; left out 150 "
-                                    "duplicates")  # fmt: skip
-    for validation, words in (("10", "10 documents, as asked"), ("10%", "10% of them all")):
+    assert "document(s) (5% of the different texts, by their hashes), " in data.describe()
+    assert data.describe().endswith("vocabulary 257; left out 3 empty; left out 150 duplicates")
+    for validation in ("10", "10%"):
         asked = config(f"files:{tmp_path}/*", tmp_path / "cache", length=16, batch_size=2, validation=validation)
-        assert f"({words}); vocabulary" in text.open_text(asked, seed=0).describe()
+        assert f"({validation} of the different texts, by their hashes)," in text.open_text(asked, seed=0).describe()
 
 
 def test_a_long_text_is_cut_where_lines_end_and_nothing_is_lost(tmp_path, monkeypatch):
@@ -128,10 +128,35 @@ def cut(content):
     return [*out, content]
 
 
+def test_documents_from_one_on_are_what_a_continued_preparation_reads(thousand):
+    train, validation = opened(f"{thousand}/*")
+    for documents in (train, validation):
+        whole = list(documents.texts())
+        for first in (1, 17, len(whole) - 1, len(whole)):
+            assert list(documents.texts(first)) == whole[first:]
+
+
+@pytest.mark.parametrize("name", ["a.json", "a.parquet", "a.JSON.gz", "a.tar"])
+def test_files_that_are_neither_text_nor_json_lines_are_not_read_as_text(tmp_path, name):
+    (tmp_path / name).write_bytes(bytes(range(256)))
+    with pytest.raises(ConfigError, match=rf"{tmp_path}/{name} is neither text nor JSON lines"):
+        texts(f"{tmp_path}/*")
+
+
+def test_a_file_is_read_by_its_name_and_its_tokens_are_kept_by_how_it_is_read(tmp_path):
+    write_lines(tmp_path / "A.JSONL", [{"text": f"{i} one"} for i in range(40)])
+    assert texts(f"{tmp_path}/*")[0][0].endswith(" one")
+    first = opened(f"{tmp_path}/*")[0].identity["sha256"]
+    (tmp_path / "A.JSONL").rename(tmp_path / "a.txt")
+    assert opened(f"{tmp_path}/*", validation="1")[0].identity["sha256"] != first
+    (tmp_path / "a.txt").rename(tmp_path / "a.txt.gz")
+    assert opened(f"{tmp_path}/*")[0].identity["sha256"] != first
+
+
 BAD = {
     "not json\n": r"line 2: not JSON \(",
-    '{"txt": "a", "id": 1}\n': r"line 2: no text under 'text' \(config.data.field\); it has txt, id",
-    '{"text": 3}\n': r"line 2: no text under 'text' .*; it has text",
+    '{"txt": "a", "id": 1}\n': r"line 2: no text under 'text' \(config.data.field\); it has txt \(str\), id \(int\)",
+    '{"text": 3}\n': r"line 2: no text under 'text' .*; it has text \(int\)",
     "[1]\n": r"line 2: no text under 'text' .*; it is a list",
 }
 
@@ -153,7 +178,7 @@ def test_what_is_not_there_or_damaged_is_named(tmp_path):
     with pytest.raises(ConfigError, match=f"{tmp_path}/a.txt.gz is damaged"):
         texts(f"{tmp_path}/*.gz")
     (tmp_path / "one.txt").write_text("one")
-    with pytest.raises(ConfigError, match="'auto' of 1 documents is 1: allowed is a share or number that leaves"):
+    with pytest.raises(ConfigError, match=r"1 document\(s\) with text, of which none can be held out"):
         texts(f"{tmp_path}/one.txt")
 
 

@@ -1,5 +1,6 @@
 """The door to data: row r of step s is item s B + r on every mesh, and evaluation rows are nobody's training rows."""
 import functools
+import threading
 
 import jax
 import numpy as np
@@ -10,7 +11,7 @@ from mha_jax.config import Config, ConfigError, DataConfig, ProbesConfig
 from mha_jax.data import source as sources
 from mha_jax.data import tasks
 from mha_jax.data.source import EVAL_SEED, make_source
-from mha_jax.layout import batch_sharding
+from mha_jax.layout import batch_sharding, put_local
 from mha_jax.validation import resolve
 from tests.data.text_set import prepared
 
@@ -99,7 +100,7 @@ def as_host(i, hosts, sizes, corpus, monkeypatch):
     source = make("packed", corpus, sizes)
     asked, read = [], source.text.rows
     monkeypatch.setattr(type(source.text), "rows", lambda self, items: (asked.extend(items.tolist()), read(items))[1])
-    found = source._make(7)
+    found = source._make(7, SIZE)
     monkeypatch.undo()
     at = np.unique(np.concatenate(mine))
     assert asked == [(7 + i) * B + int(r) for i in range(SIZE) for r in at], "no row is read for another host"
@@ -129,14 +130,30 @@ def test_the_next_call_is_made_ahead_and_never_changes_what_is_seen(corpus):
     """Whether the guess was right (step + n), or a schedule cut the call before, or a resumed run began elsewhere."""
     source, made = make("packed", corpus), []
     make_one = source._make
-    source._make = lambda step: (made.append(step), make_one(step))[1]
+    source._make = lambda *args: (made.append((*args, threading.current_thread().name)), make_one(*args))[1]
     for step, n in ((0, 3), (3, 3), (6, 1), (7, 2), (20, 3), (23, 3)):
         batches = source.batches(step, n)
         expected = rows_by_item(make("packed", corpus), range(step * B, (step + n) * B))
         for key, rows in expected.items():
             np.testing.assert_array_equal(np.asarray(batches[key][:n]).reshape(n * B, T), rows)
-    source._next[1].result()
-    assert made == [0, 3, 6, 7, 9, 20, 23, 26], "each is made once, and one ahead"
+    source._next[2].result()
+    here, there = ([x[:2] for x in made if x[2].startswith(name)] for name in ("MainThread", "rows"))
+    assert here == [(0, 3), (7, 2), (20, 3)], "the first, one longer than guessed, one that comes from elsewhere"
+    assert there == [(3, 3), (6, 3), (7, 1), (9, 2), (23, 3), (26, 3)], "one ahead of each call, in the background"
+
+
+def test_fc_21_a_host_whose_rows_lie_apart_places_each_where_it_belongs(monkeypatch):
+    """Devices of one host need not be neighbours on the mesh: rows 2, 3, 8 and 9 of 12."""
+    at, placed = np.array([2, 3, 8, 9]), {}
+
+    def of_devices(shape, sharding, callback):
+        placed.update({first: callback((slice(None), slice(first, first + 2))) for first in (2, 8)})
+        return shape
+
+    monkeypatch.setattr(jax, "make_array_from_callback", of_devices)
+    mesh = Mesh(np.array(jax.devices()[:2]).reshape(2, 1, 1), ("data", "fsdp", "tensor"))
+    assert put_local(mesh, np.stack([at, 100 + at])[..., None], at, 12) == (2, 12, 1)
+    assert placed[2][..., 0].tolist() == [[2, 3], [102, 103]] and placed[8][..., 0].tolist() == [[8, 9], [108, 109]]
 
 
 @pytest.mark.parametrize("name", SOURCES)

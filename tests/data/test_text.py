@@ -53,7 +53,7 @@ def test_rows_tile_the_stream(data):
         "segments_BT": "int32",
     }
     assert f"{data.num_rows} concatenated rows of {size} an epoch; " in data.describe()
-    assert "validation tokens in 13 documents (split 'validation'); vocabulary 257" in data.describe()
+    assert "validation tokens in 13 document(s) (split 'validation'), 12 of them long enough" in data.describe()
 
 
 @pytest.mark.parametrize("packing", ["concatenated", "packed"])
@@ -71,7 +71,7 @@ def test_an_epoch_predicts_every_token_once(data, packing):
 def numbered(num_rows, seed):
     """Text whose row j is all token j + 1, so a row tells its number."""
     flat = np.append(np.repeat(np.arange(num_rows), T), 0).astype(np.uint16)
-    stream = cache.Stream((flat,), np.array([0, len(flat)]), "")
+    stream = cache.Stream((flat,), np.array([0, len(flat)]), np.array([1], np.uint64), "")
     return text.TextData(BYTES, stream, stream, length=T, seed=seed, packing="concatenated")
 
 
@@ -170,16 +170,6 @@ def test_packed_and_concatenated_rows_hold_the_same_tokens(data):
     assert (other["weights_BT"] == (other["inputs_BT"] != 0)).all() and other["segments_BT"].max() > 1
 
 
-def test_train_row_is_one_row_of_the_batch(data):
-    data = dataclasses.replace(data, packing="packed")
-    batch = data.rows(np.arange(30))
-    for i in (0, 7, 29):
-        tokens_U, positions_T, segments_T = data.train_row(i)
-        np.testing.assert_array_equal(tokens_U, tokens_of(batch)[i])
-        np.testing.assert_array_equal(positions_T, batch["positions_BT"][i])
-        np.testing.assert_array_equal(segments_T, batch["segments_BT"][i])
-
-
 def windows(data, size):
     """Every run of `size` tokens inside a validation document, its end not included."""
     out = []
@@ -211,6 +201,35 @@ def test_fc_12_too_little_validation_text_names_both_sizes(data):
     longest = max(len(t) for t in VALIDATION)
     with pytest.raises(ConfigError, match=rf"= {longest + 1} tokens .* hold 0, the longest has {longest}"):
         dataclasses.replace(data, length=longest).eval_rows(1, 0)
+
+
+def test_fc_20_validation_documents_that_training_has_too_are_left_out_and_said(tmp_path):
+    """A dataset's own splits may meet: no evaluation row, span or line is taken from such a document."""
+    both = [f"both {i:02d} have this text".encode() for i in range(8)]
+    folder = prepared(tmp_path, [*TRAIN, *both], [*VALIDATION, *both[:5]])
+    met = text.open_text(config(folder, tmp_path / "cache"), seed=0)
+    rows = met.eval_rows(60, 0)
+    assert "; 5 of them left out, their texts are in training too; " in met.describe()
+    whole = met.tokenizer.decode(met.validation.tokens())
+    own = [d for d in whole.split("<|endoftext|>") if d and not d.startswith("both")]
+    assert all(any(met.tokenizer.decode(row) in d for d in own) for row in (*rows, *met.spans(20, 5, 0)))
+    possible = sum(max(len(d) - T, 0) for d in own)
+    assert possible < len(windows(met, T + 1))
+    assert len(met.eval_rows(possible, 1)) == possible
+    with pytest.raises(ConfigError, match=rf"eval_rows = {possible + 1} .* hold {possible}, "):
+        met.eval_rows(possible + 1, 1)
+
+
+def test_the_bigram_line_of_a_long_stream_is_fitted_all_along_it(data, monkeypatch):
+    monkeypatch.setattr(text, "BIGRAM_TOKENS", 200)
+    monkeypatch.setattr(text, "BIGRAM_PIECES", 4)
+    fresh = dataclasses.replace(data)
+    flat, n = data.train.tokens(), len(data.train)
+    pieces = [flat[i : i + 50] for i in np.linspace(0, n - 50, 4).astype(int)]
+    expected = bigram.fit(np.concatenate(pieces), 257)
+    np.testing.assert_array_equal(fresh._bigram.codes, expected.codes)
+    np.testing.assert_array_equal(fresh._bigram.counts, expected.counts)
+    assert pieces[-1][-1] == flat[-1]
 
 
 def test_spans_are_different_and_each_from_one_document(data):

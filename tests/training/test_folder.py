@@ -2,6 +2,7 @@
 import json
 import os
 import pathlib
+import types
 
 import pytest
 
@@ -161,10 +162,16 @@ def test_fc_32_the_environment_says_what_the_run_ran_on():
     json.dumps(found)
 
 
-def test_other_data_under_the_same_config_is_refused_by_both_fingerprints():
-    folder.check_same_data({"step": 3, "data": "abc"}, "abc")
-    with pytest.raises(ConfigError, match=r"not that of step 3 \(task\): its fingerprint is xyz, the checkpoint's abc"):
-        folder.check_same_data({"step": 3, "data": "abc"}, "xyz")
-    for now, named in (("b-t-v", "tokenizer"), ("a-t-w", "validation tokens"), ("b-u-v", "tokenizer, training tokens")):
-        with pytest.raises(ConfigError, match=rf"not that of step 3 \({named}\)"):
-            folder.check_same_data({"step": 3, "data": "a-t-v"}, now)
+def test_other_data_under_the_same_config_is_refused_by_both_fingerprints_and_what_differs():
+    def check(saved, now, name="markov"):
+        folder.check_same_data({"step": 3, "data": saved}, types.SimpleNamespace(fingerprint=now, name=name))
+
+    check("abc", "abc")
+    with pytest.raises(ConfigError, match=r"markov, is not that of step 3 \(task\): .* is xyz, the .*'s abc$"):
+        check("abc", "xyz")
+    a, b = "0123456789abcdef", "fedcba9876543210"
+    for now, named in (((b, a, a), "tokenizer"), ((a, a, b), "validation tokens"), ((b, b, a), "tokenizer, tr")):
+        with pytest.raises(ConfigError, match=rf"not that of step 3 \({named}"):
+            check("-".join((a, a, a)), "-".join(now), "files:x")
+    with pytest.raises(ConfigError, match="'stdlib' is the library of the Python that runs"):
+        check("-".join((a, a, a)), "-".join((a, b, a)), "stdlib")
