@@ -17,7 +17,7 @@ sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1]))  # run from
 from matplotlib.figure import Figure
 
 from mha_jax import command
-from mha_jax.config import ConfigError
+from mha_jax.config import ConfigError, flat
 from mha_jax.probes.induction import FORMED
 from mha_jax.report.canvas import DPI, FAINT, GREY, PALETTE, Run, line, name_lines, panels, read_run, styled, title
 from mha_jax.training.tracking import variant
@@ -118,6 +118,14 @@ def check_out(out: pathlib.Path):
         raise ConfigError(f"--out={out} ends in {out.suffix!r}: allowed are {', '.join(FORMATS)}{hint}")
 
 
+def other_data(runs: list[Run]) -> list[str]:
+    """The keys of config.data that decide which tokens a loss is of, where the runs differ."""
+    keys = [f"data.{key}" for key in ("task", "dataset", "field", "validation", "tokenizer", "vocab_size", "length",
+                                      "period_min", "period_max", "block", "table_seed", "num_triggers")]  # fmt: skip
+    configs = [flat(run.config) for run in runs]
+    return [key for key in keys if len({config[key] for config in configs}) > 1]
+
+
 @command.errors_on_one_line()
 def main(arguments: list[str] | None = None):
     """Draws and prints."""
@@ -131,6 +139,8 @@ def main(arguments: list[str] | None = None):
     out.parent.mkdir(parents=True, exist_ok=True)
     comparison_figure(runs).savefig(out, dpi=DPI)
     print(table(runs))
+    if differ := other_data(runs):
+        print(f"warning: not the same data ({', '.join(differ)}): the losses are not comparable")
     print(f"figure: {out}")
 
 

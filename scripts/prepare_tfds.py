@@ -42,7 +42,7 @@ def main():
         sys.exit(f"error: {args.dataset}: {str(error).strip().splitlines()[0][:300]}")
     except ImportError as error:
         lines = str(error).strip().splitlines() or [type(error).__name__]
-        sys.exit(f"error: {args.dataset}: {lines[0]}\nTo prepare what needs TensorFlow or Beam: {ENVIRONMENT}")  # fmt: skip
+        sys.exit(f"error: {args.dataset}: {lines[0]}\nTo prepare what needs TensorFlow or Beam: {ENVIRONMENT}")
     print(f"prepared: --config.data.dataset={done}")
 
 

@@ -53,6 +53,13 @@ def test_table_says_what_the_summary_says(folders):
     }  # fmt: skip
 
 
+def test_runs_on_other_data_are_said_to_be_that(folders, tmp_path, capsys):
+    compare.main([str(folders["gqa"]), str(folders["mqa"]), "--out", str(tmp_path / "a.png")])
+    assert "warning" not in capsys.readouterr().out
+    compare.main([str(folders["gqa"]), str(folders["text"]), "--out", str(tmp_path / "b.png")])
+    assert "warning: not the same data (data.task" in capsys.readouterr().out
+
+
 def test_what_is_not_known_is_a_dash(folders):
     partial, text, never = cells(compare.table([read_run(folders[n]) for n in ("partial", "text", "never")]))
     assert partial["params"] == partial["formed"] == partial["probes"] == "-" and partial["steps"] == "800 of 800"

@@ -13,6 +13,7 @@ import json
 import os
 import pathlib
 import platform
+import re
 import shutil
 import sys
 from collections.abc import Iterator
@@ -24,6 +25,8 @@ from mha_jax.config import ConfigError
 
 FORMAT = 3  # of the files below; part of their fingerprint
 SHARD_TOKENS = 2**24  # of a shard, more or less: what is in memory before it is written
+CHECKED_TOKENS = 2**28  # of streams up to this the tokens are hashed again when opened: about a second
+PARTS = ("tokens", "lengths", "hashes")  # files of a shard
 BATCH_CHARACTERS = 2**20  # encoded in one call, on all cores
 
 
@@ -102,13 +105,17 @@ def _open(folder: pathlib.Path) -> Stream:
                        for i in range(len(meta["shards"])))  # fmt: skip
         lengths, hashes = (np.concatenate([np.load(folder / f"{i:05d}.{name}.npy") for i in range(len(shards))])
                            for name in ("lengths", "hashes"))  # fmt: skip
-        found, stated = [len(shard) for shard in shards], meta["shards"]
-    except (FileNotFoundError, ValueError, EOFError, KeyError) as error:
+        starts = np.concatenate([[0], np.cumsum(lengths[lengths > 0])]).astype(np.int64)
+        found = Stream(shards, starts, hashes[lengths > 0], meta["sha256"], meta["left_out"])
+        whole = [len(shard) for shard in shards] == meta["shards"] and len(found) == sum(meta["shards"])
+        if not whole or len(starts) != meta["documents"] + 1:
+            raise ValueError(f"{len(found)} tokens in {len(starts) - 1} documents instead of {meta['tokens']} in "
+                             f"{meta['documents']}")  # fmt: skip
+        if len(found) <= CHECKED_TOKENS and _sha256(shards) != found.fingerprint:
+            raise ValueError("its tokens are not those that its sha256 is of")
+    except (FileNotFoundError, ValueError, EOFError, KeyError, TypeError, AttributeError) as error:
         raise ConfigError(f"{folder}: damaged ({error}); delete this folder, it will be made again") from None
-    if found != stated or lengths.sum() != sum(found):
-        raise ConfigError(f"{folder}: holds {sum(found)} tokens instead of {sum(stated)}; delete this folder")
-    starts = np.concatenate([[0], np.cumsum(lengths[lengths > 0])]).astype(np.int64)
-    return Stream(shards, starts, hashes[lengths > 0], meta["sha256"], meta["left_out"])
+    return found
 
 
 def _write(folder: pathlib.Path, documents, tokenizer):
@@ -116,8 +123,12 @@ def _write(folder: pathlib.Path, documents, tokenizer):
     half = folder.with_name(f".{folder.name}.half")
     half.mkdir(exist_ok=True)
     lengths = []
-    while (done := half / f"{len(lengths):05d}.tokens.npy").exists():
-        lengths.append(np.load(half / f"{len(lengths):05d}.lengths.npy"))
+    with contextlib.suppress(FileNotFoundError, ValueError, EOFError):  # from the first that is not whole on
+        while True:
+            found = [np.load(half / f"{len(lengths):05d}.{name}.npy", mmap_mode="r") for name in PARTS]
+            if len(found[0]) != found[1].sum() or len(found[1]) != len(found[2]):
+                break
+            lengths.append(np.array(found[1]))
     first, name, split = sum(map(len, lengths)), documents.identity["name"], documents.identity["split"]
     if not sys.stderr.isatty():
         print(f"tokenising {name}, {split}: {len(documents):,} documents", file=sys.stderr, flush=True)
@@ -148,6 +159,11 @@ def _write(folder: pathlib.Path, documents, tokenizer):
         "sha256": _sha256(shards),
     }
     (half / "meta.json").write_text(json.dumps(meta, indent=1))
+    try:
+        check_unchanged(documents.files, documents.stamp)
+    except ConfigError:
+        shutil.rmtree(half)  # maybe of other text than its name says
+        raise
     os.rename(half, folder)
 
 
@@ -210,19 +226,33 @@ def digest(content) -> str:
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()[:32]
 
 
+def stamp(files) -> str:
+    """A key of paths, sizes and times of change."""
+    return digest([(str(p.resolve()), p.stat().st_size, p.stat().st_mtime_ns) for p in map(pathlib.Path, files)])
+
+
+def check_unchanged(files, before: str):
+    """ConfigError when a file is not what it was at the time of a `stamp`."""
+    if stamp(files) != before:
+        others = f" or one of {len(files) - 1} other files" if len(files) > 1 else ""
+        raise ConfigError(f"config.data.dataset: {files[0]}{others} was changed while it was being read; start again "
+                          "when it is whole")  # fmt: skip
+
+
 def content_hash(files, memory: pathlib.Path) -> str:
     """sha256 over the bytes of files, in order: sizes alone would take a corpus that was made again for the one before.
 
     Remembered in the folder `memory` by path, size and time of change, as git does: a terabyte takes many minutes.
     """
-    stats = [(str(path.resolve()), path.stat().st_size, path.stat().st_mtime_ns) for path in map(pathlib.Path, files)]
-    note = memory / f"{digest(stats)}.txt"
-    if note.exists():
-        return note.read_text()
+    now = stamp(files)
+    note = memory / f"{now}.txt"
+    if note.exists() and re.fullmatch("[0-9a-f]{64}", text := note.read_text(errors="replace")):
+        return text
     found = hashlib.sha256()
     for file in files:
         with open(file, "rb") as opened:
             found.update(hashlib.file_digest(opened, "sha256").digest())
+    check_unchanged(files, now)
     with contextlib.suppress(OSError):  # a folder that may not be written: then it is hashed anew each time
         memory.mkdir(parents=True, exist_ok=True)
         half = note.with_name(f"{note.name}.{os.getpid()}.half")

@@ -19,7 +19,7 @@ from tensorflow_datasets.core import constants, naming, read_only_builder, regis
 
 from mha_jax.config import ConfigError
 from mha_jax.data import files
-from mha_jax.data.cache import content_hash, digest
+from mha_jax.data.cache import content_hash, digest, stamp
 from mha_jax.data.stdlib import PythonStdlib
 from mha_jax.held_out import AUTO, AUTO_PERCENT, held_out
 
@@ -38,6 +38,8 @@ class Documents:
     source: Sequence
     text_key: str
     identity: dict
+    files: tuple[pathlib.Path, ...]
+    stamp: str  # of the files, when opened
 
     def __len__(self) -> int:
         return len(self.source)
@@ -51,7 +53,10 @@ class Documents:
 
     def texts(self, first: int = 0) -> Iterator[str]:
         """The texts from document `first` on."""
-        return (self[i]["text"] for i in range(first, len(self)))
+        try:
+            yield from (self[i]["text"] for i in range(first, len(self)))
+        except (RuntimeError, AttributeError, IndexError) as error:  # what array_record raises of a damaged file
+            raise ConfigError(f"config.data.dataset: {self.files[0].parent} is damaged ({error})") from None
 
     @property
     def own_split(self) -> str:
@@ -77,7 +82,7 @@ def open_documents(
     text is; by default 'text', or the only text feature.
     ConfigError, of at most ten lines: unknown or unprepared name, a format without random access, no text there.
     """
-    data_dir = pathlib.Path(data_dir).expanduser()
+    data_dir = pathlib.Path(os.path.expanduser(data_dir))
     if dataset.startswith(files.PREFIX):
         return _open_files(dataset, data_dir, split, validation, field or "text")
     if dataset == "stdlib":
@@ -102,6 +107,7 @@ def open_documents(
             f"config.data.dataset = {dataset!r}: {len(missing)} of {len(whole.filepaths)} files are missing, "
             f"the first {missing[0]}; delete {builder.data_dir} and prepare it again"
         )
+    now = stamp(whole.filepaths)
     identity = {
         "name": builder.name,
         "config": builder.builder_config and builder.builder_config.name,
@@ -111,12 +117,13 @@ def open_documents(
         "sha256": content_hash(whole.filepaths, data_dir / HASHES),
     }
     text_key = _text_key(dataset, builder.info.features, field)
-    return Documents(source, text_key, identity | ({"field": text_key} if field else {}))
+    identity |= {"field": text_key} if field else {}
+    return Documents(source, text_key, identity, tuple(map(pathlib.Path, whole.filepaths)), now)
 
 
 def _open_files(dataset: str, data_dir: pathlib.Path, split: str, validation: str, field: str):
-    paths = files.find(dataset)
-    kinds = " ".join(map(files.kind_of, paths))
+    paths = files.find(dataset, data_dir.parent)
+    now, kinds = stamp(paths), " ".join(map(files.kind_of, paths))
     identity = {
         "name": "files",
         "split": split,
@@ -125,7 +132,7 @@ def _open_files(dataset: str, data_dir: pathlib.Path, split: str, validation: st
         "longest": files.LONGEST,
         "sha256": digest([content_hash(paths, data_dir / HASHES), kinds]),
     }
-    return files.FileDocuments(paths, field, validation, identity)
+    return files.FileDocuments(paths, field, validation, identity, now)
 
 
 def _info_file(folder) -> pathlib.Path:
@@ -152,7 +159,7 @@ def prepare(builder: tfds.core.DatasetBuilder) -> tfds.core.DatasetBuilder:
 
 
 def _from_folder(dataset: str) -> tfds.core.DatasetBuilder:
-    folder = pathlib.Path(dataset).expanduser()
+    folder = pathlib.Path(os.path.expanduser(dataset))
     if _info_file(folder).exists():
         return tfds.builder_from_directory(folder)
     below = sorted(str(p.parent) for n in ("*", "*/*") for p in folder.glob(str(_info_file(n))))
@@ -248,10 +255,12 @@ def _chosen_split(dataset: str, available, split: str, validation: str) -> str:
         raise ConfigError(
             f"config.data.dataset = {dataset!r}: no split 'train'; it has {', '.join(sorted(available))}"
         )
+    few = available["train"].num_examples
+    cut = f"{100 - AUTO_PERCENT}%" if few >= 20 else few - held_out(AUTO, few)  # a share of few may be none
     if split == "train":
         others = {"validation", "test"} & set(available)
-        return "train" if others else f"train[:{100 - AUTO_PERCENT}%]"
-    chosen = "test" if "test" in available else f"train[{100 - AUTO_PERCENT}%:]"
+        return "train" if others else f"train[:{cut}]"
+    chosen = "test" if "test" in available else f"train[{cut}:]"
     logging.info("%s has no split %r: %r is used in its place", dataset, split, chosen)
     return chosen
 

@@ -11,6 +11,7 @@ import glob
 import gzip
 import io
 import json
+import os
 import pathlib
 import zlib
 from collections.abc import Iterator
@@ -19,7 +20,7 @@ import numpy as np
 from tqdm import tqdm
 
 from mha_jax.config import ConfigError
-from mha_jax.data.cache import text_hash
+from mha_jax.data.cache import check_unchanged, text_hash
 from mha_jax.held_out import held_out
 
 PREFIX = "files:"
@@ -36,7 +37,13 @@ class FileDocuments:
     field: str
     validation: str
     identity: dict
+    stamp: str  # of the files, when opened
     own_split = None  # files have none
+
+    @property
+    def files(self) -> tuple[pathlib.Path, ...]:
+        """What is read."""
+        return self.paths
 
     def __len__(self) -> int:
         return int(self._mine.sum())
@@ -52,6 +59,8 @@ class FileDocuments:
         mine = self._mine
         skip = np.cumsum(mine) <= first  # of mine, those before it
         for i, text in enumerate(read(self.paths, self.field)):
+            if i >= len(mine):
+                check_unchanged(self.paths, self.stamp)
             if mine[i] and not skip[i]:
                 yield text
 
@@ -67,18 +76,21 @@ class FileDocuments:
 TRAIN, VALIDATION, EMPTY, AGAIN = range(4)
 
 
-def find(dataset: str) -> tuple[pathlib.Path, ...]:
-    """The files that 'files:GLOB' names, sorted. ConfigError when there are none."""
-    pattern = str(pathlib.Path(dataset.removeprefix(PREFIX)).expanduser())
+def find(dataset: str, cache_dir: pathlib.Path) -> tuple[pathlib.Path, ...]:
+    """The files that 'files:GLOB' names, sorted. ConfigError when there are none, or one is no text, or our own."""
+    pattern, key = os.path.expanduser(dataset.removeprefix(PREFIX)), f"config.data.dataset = {dataset!r}"
     found = tuple(sorted(path for path in map(pathlib.Path, glob.glob(pattern, recursive=True)) if path.is_file()))
     if not found:
         folder = pathlib.Path(pattern)
         hint = f"; it is a folder: its files are {PREFIX}{pattern}/**/*" if folder.is_dir() else ""
-        raise ConfigError(f"config.data.dataset = {dataset!r}: no file matches {folder.absolute()}{hint}")
+        raise ConfigError(f"{key}: no file matches {folder.absolute()}{hint}")
     for path in found:
+        if cache_dir.resolve() in path.resolve().parents:
+            raise ConfigError(f"{key}: {path} lies in config.data.cache_dir = {str(cache_dir)!r}, where this project "
+                              "writes; name another glob or cache")  # fmt: skip
         if path.name.lower().removesuffix(".gz").endswith(NOT_TEXT):
-            raise ConfigError(f"config.data.dataset = {dataset!r}: {path} is neither text nor JSON lines (*.jsonl, one "
-                              "object a line); leave it out or convert it")  # fmt: skip
+            raise ConfigError(f"{key}: {path} is neither text nor JSON lines (*.jsonl, one object a line); leave it "
+                              "out or convert it")  # fmt: skip
     return found
 
 
@@ -109,13 +121,14 @@ def _json_lines(path, file, field: str) -> Iterator[str]:
         if not line.strip():
             continue
         try:
-            record = json.loads(line.decode("utf-8", errors="replace"))
-        except ValueError as error:
+            record = json.loads(line.decode("utf-8", errors="replace").removeprefix("\ufeff"))
+        except (ValueError, RecursionError) as error:
             raise ConfigError(f"config.data.dataset: {path}, line {number}: not JSON ({error})") from None
         if not isinstance(record, dict) or not isinstance(record.get(field), str):
             has = f"it is a {type(record).__name__}"
             if isinstance(record, dict):
-                has = "it has " + ", ".join(f"{key} ({type(value).__name__})" for key, value in record.items())
+                some = [f"{key!r} ({type(value).__name__})" for key, value in record.items()]
+                has = "it has " + ", ".join(some[:10]) + " ..." * (len(some) > 10)
             raise ConfigError(f"config.data.dataset: {path}, line {number}: no text under {field!r} "
                               f"(config.data.field); {has}")  # fmt: skip
         yield record[field].encode("utf-16", "surrogatepass").decode("utf-16", "replace")  # halves of a pair: \ud800

@@ -7,6 +7,7 @@ R)[i mod R] of R rows, so what step s sees depends on seed, step and row alone.
 
 import dataclasses
 import functools
+import os
 import pathlib
 
 import grain
@@ -189,10 +190,12 @@ def open_text(data: DataConfig, seed: int, tokenizer: Tokenizer | FileTokenizer 
     tokenizer has another vocabulary than `data.vocab_size`, the cache cannot be written, or there are fewer rows than
     one batch.
     """
-    cache_dir = pathlib.Path(data.cache_dir).expanduser()
+    cache_dir = pathlib.Path(os.path.expanduser(data.cache_dir))
     try:
         splits = [open_documents(data.dataset, cache_dir / "tfds", name, data.validation, data.field)
                   for name in ("train", "validation")]  # fmt: skip
+        if splits[0].stamp != splits[1].stamp and data.dataset.startswith("files:"):
+            raise ConfigError(f"config.data.dataset = {data.dataset!r}: the files changed while they were being opened")
         if tokenizer is None:
             tokenizer = make_tokenizer(splits[0], data.tokenizer, data.vocab_size, cache_dir)
         if tokenizer.vocab_size != data.vocab_size:

@@ -140,8 +140,11 @@ class FileTokenizer:
 
     def encode_batch(self, texts: Sequence[str]) -> list[np.ndarray]:
         """`encode` of each text, on all cores. ConfigError for a text that this tokenizer gives its end token."""
-        encoded = self._backend.encode_batch_fast(list(texts), add_special_tokens=False)
-        found = [np.array(e.ids, np.int32) for e in encoded]
+        try:
+            encoded = self._backend.encode_batch_fast(list(texts), add_special_tokens=False)
+            found = [np.array(e.ids, np.int32) for e in encoded]
+        except Exception as error:  # the library raises nothing narrower: a text with what it has no token for, say
+            raise ConfigError(f"the tokenizer cannot encode some document ({error})") from None
         for ids, text in zip(found, texts, strict=True):
             if self.eot in ids:
                 raise ConfigError(f"a document that begins {text[:40]!r} holds {self.decode([self.eot])!r}, which this "
@@ -181,7 +184,7 @@ def load(path) -> Tokenizer | FileTokenizer:
         else:
             tokenizer = Tokenizer(tuple((left, right) for left, right in content["merges"]))
         stated = content["fingerprint"]
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         if isinstance(error, ConfigError):
             raise
         raise ConfigError(f"{path}: not a tokenizer ({type(error).__name__}: {error})") from None

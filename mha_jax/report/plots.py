@@ -29,7 +29,7 @@ from mha_jax.report.canvas import (
 from mha_jax.training.tracking import read_probes
 
 LINE_COLOURS = {"bayes": "#009E73", "unigram": "#CC79A7"}
-LINE_NAMES = {"bayes": "Bayes", "no_icl": "no ICL", "induction": "one-token induction"}
+LINE_NAMES = {"bayes": "Bayes", "unigram": "in-context unigram", "no_icl": "no ICL", "induction": "one-token induction"}
 PARTS = {"bigram": "bigram part", "first_outputs": "first outputs", "later_outputs": "later outputs"}
 PART_COLOURS = ("#0072B2", "#E69F00", "#56B4E9")
 TABLES = ("induction", *HEAD_SCORES)

@@ -19,7 +19,7 @@ BY_HAND = "JAX_COORDINATOR_ADDRESS=HOST:PORT, JAX_NUM_PROCESSES=N and JAX_PROCES
 
 def expected() -> int:
     """How many processes the environment speaks of; 1 on a Cloud TPU, whose slice only JAX knows."""
-    return max([1, *(int(os.environ[name]) for name in COUNTS if os.environ.get(name, "").isdigit())])
+    return max([1, *(int(os.environ[name]) for name in COUNTS if os.environ.get(name, "").isdecimal())])
 
 
 def join():
@@ -32,7 +32,7 @@ def join():
         return
     if "JAX_COORDINATOR_ADDRESS" in os.environ:
         count, mine = (os.environ.get(name, "") for name in ("JAX_NUM_PROCESSES", "JAX_PROCESS_ID"))
-        if not (count.isdigit() and mine.isdigit() and int(mine) < int(count)):
+        if not (count.isdecimal() and mine.isdecimal() and int(mine) < int(count)):
             raise ConfigError(f"JAX_COORDINATOR_ADDRESS is set with JAX_NUM_PROCESSES = {count or None} and "
                               f"JAX_PROCESS_ID = {mine or None}: allowed are a number of processes, and one of 0 to "
                               "one less than it")  # fmt: skip
@@ -49,7 +49,7 @@ def _initialize(**given):
     print(f"waiting for {expected()} processes to meet at {where}", file=sys.stderr, flush=True)
     try:
         jax.distributed.initialize(**given)
-    except (ValueError, RuntimeError) as error:
+    except (ValueError, RuntimeError, IndexError) as error:
         reason = str(error).splitlines()[0]
         raise ConfigError(f"{expected()} processes are to run together, and do not find each other ({reason}); by "
                           f"hand: {BY_HAND}") from None  # fmt: skip

@@ -143,6 +143,13 @@ def test_fc_20_a_share_and_a_number_of_documents_are_what_they_say(tmp_path):
             corpus.open_documents(folder, "/proc/nowhere", "train", validation)
 
 
+@pytest.mark.parametrize("n", [2, 3, 9, 10, 11, 19, 20, 30])
+def test_fc_20_of_few_documents_one_is_held_out(tmp_path, n):
+    folder = prepared(tmp_path, {"train": [{"text": f"{i}"} for i in range(n)]})
+    train, held = texts(folder, "train"), texts(folder, "validation")
+    assert len(train) + len(held) == n and len(held) >= 1 and not set(train) & set(held)
+
+
 def test_test_split_stands_in_for_validation(tmp_path):
     folder = prepared(tmp_path, {"train": [{"text": "a"}] * 40, "test": [{"text": "b"}] * 3})
     assert (texts(folder, "train"), texts(folder, "validation")) == (["a"] * 40, ["b"] * 3)

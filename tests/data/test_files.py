@@ -153,10 +153,51 @@ def test_a_file_is_read_by_its_name_and_its_tokens_are_kept_by_how_it_is_read(tm
     assert opened(f"{tmp_path}/*")[0].identity["sha256"] != first
 
 
+@pytest.mark.parametrize("when", ["train", "validation"])
+def test_fc_20_files_that_change_while_they_are_read_are_not_kept(thousand, tmp_path, monkeypatch, when):
+    """Between the look through them and the tokenising, or between the two splits: else validation would be trained
+    on, and the cache would say so of the old files for good."""
+    path, cache_dir = shutil.copy(thousand / "0.jsonl", tmp_path), tmp_path / "cache"
+    lines, asked = (tmp_path / "0.jsonl").read_text().splitlines(True), []
+    before, real = os.stat(path), text.tokenise
+
+    def change_first(documents, *args):
+        asked.append(documents.identity["split"])
+        if asked[-1] == when:
+            len(documents)
+            (tmp_path / "0.jsonl").write_text("".join(lines[::-1]))
+        return real(documents, *args)
+
+    monkeypatch.setattr(text, "tokenise", change_first)
+    asked_of = config(f"files:{tmp_path}/*.jsonl", cache_dir)
+    with pytest.raises(ConfigError, match="0.jsonl was changed while it was being read; start again when it is whole"):
+        text.open_text(asked_of, seed=0)
+    monkeypatch.undo()
+    (tmp_path / "0.jsonl").write_text("".join(lines))
+    os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))
+    data = text.open_text(asked_of, seed=0)
+    seen = [set(data.tokenizer.decode(s.tokens()).split("<|endoftext|>")) - {""}
+            for s in (data.train, data.validation)]  # fmt: skip
+    assert (len(seen[0]), len(seen[1])) == (475, 25) and not seen[0] & seen[1]
+
+
+def test_a_cache_inside_the_glob_is_not_trained_on(thousand, tmp_path):
+    shutil.copy(thousand / "0.jsonl", tmp_path)
+    text.open_text(config(f"files:{tmp_path}/**/*", tmp_path / "cache"), seed=0)
+    with pytest.raises(ConfigError, match=r"lies in config.data.cache_dir = .*, where this project writes"):
+        text.open_text(config(f"files:{tmp_path}/**/*", tmp_path / "cache"), seed=0)
+
+
+def test_windows_exports_and_a_mark_at_the_start_are_read(tmp_path):
+    (tmp_path / "a.jsonl").write_bytes(b"\xef\xbb\xbf" + b'{"text": "one"}\r\n{"text": "two"}\r\n')
+    assert sorted(t for split in texts(f"{tmp_path}/*") for t in split) == ["one", "two"]
+
+
 BAD = {
     "not json\n": r"line 2: not JSON \(",
-    '{"txt": "a", "id": 1}\n': r"line 2: no text under 'text' \(config.data.field\); it has txt \(str\), id \(int\)",
-    '{"text": 3}\n': r"line 2: no text under 'text' .*; it has text \(int\)",
+    '{"txt": "a", "id": 1}\n': r"line 2: no text under 'text' \(config.data.field\); it has 'txt' \(str\), 'id'",
+    '{"text": 3}\n': r"line 2: no text under 'text' .*; it has 'text' \(int\)",
+    "[" * 10_000 + "\n": r"line 2: not JSON \(",
     "[1]\n": r"line 2: no text under 'text' .*; it is a list",
 }
 

@@ -146,7 +146,29 @@ def test_kill_9_in_the_middle_and_the_same_hash_after_it(dataset, data, tmp_path
     np.testing.assert_array_equal(again.train.tokens(), data.train.tokens())
 
 
-@pytest.mark.parametrize("damage", ["cut", "other", "gone"])
+def test_a_damaged_shard_of_an_interrupted_start_is_made_again(dataset, data, tmp_path, monkeypatch, small_shards):
+    monkeypatch.setattr(cache.os, "rename", lambda *_: (_ for _ in ()).throw(OSError("killed")))
+    with pytest.raises(ConfigError):
+        text.open_text(config(dataset[0], tmp_path), seed=0)
+    monkeypatch.undo()
+    (half,) = (tmp_path / "tokens").glob(".*.half")
+    (half / "00002.lengths.npy").write_bytes(b"")
+    (half / "00004.tokens.npy").write_bytes((half / "00004.tokens.npy").read_bytes()[:-4])
+    again = text.open_text(config(dataset[0], tmp_path), seed=0)
+    assert again.train.fingerprint == data.train.fingerprint
+    assert again.train.tokens().tolist() == stream_oracle(dataset[0], "train")
+
+
+def test_a_damaged_note_of_a_hash_is_not_believed(dataset, tmp_path):
+    cache_dir = tmp_path / "cache"
+    first = text.open_text(config(dataset[0], cache_dir), seed=0)
+    for note in (cache_dir / "tfds" / ".hashes").iterdir():
+        note.write_text("")
+    assert text.open_text(config(dataset[0], cache_dir), seed=0).train.fingerprint == first.train.fingerprint
+    assert len(token_files(cache_dir)) == 2
+
+
+@pytest.mark.parametrize("damage", ["cut", "other", "gone", "flipped", "shifted", "meta"])
 def test_damaged_tokens_are_refused_by_name(dataset, tmp_path, damage):
     text.open_text(config(dataset[0], tmp_path), seed=0)
     for folder in token_files(tmp_path):
@@ -158,6 +180,16 @@ def test_damaged_tokens_are_refused_by_name(dataset, tmp_path, damage):
                 np.save(path, np.load(path)[:-3])
             case "gone":
                 path.unlink()
+            case "flipped":
+                tokens = np.load(path)
+                tokens[3] ^= 1
+                np.save(path, tokens)
+            case "shifted":
+                lengths = np.load(folder / "00000.lengths.npy")
+                lengths[0], lengths[1] = lengths[0] + lengths[1], 0
+                np.save(folder / "00000.lengths.npy", lengths)
+            case "meta":
+                (folder / "meta.json").write_text("[]")
     with pytest.raises(ConfigError, match=rf"{tmp_path}/tokens/.*delete this folder"):
         text.open_text(config(dataset[0], tmp_path), seed=0)
 

@@ -137,7 +137,8 @@ def test_emergence_names_its_lines_and_events(runs, figure_of):
     final = canvas.read_run(runs["gqa"]).last("induction/L1H3")
     for expected in (
         "quickstart", "GQA-2, repeat, layers 2, heads 4, 41,216 parameters", "train", "evaluation 1.25", "Bayes 1.22",
-        "one-token induction 1.30", "unigram 3.55", "uniform 4.16", "unigram -1.21", "Bayes -3.05", "chance 0.06",
+        "one-token induction 1.30", "in-context unigram 3.55", "uniform 4.16", "in-context unigram -1.21",
+        "Bayes -3.05", "chance 0.06",
         "strength 0.5: formed", f"L1H3 {final:.2f}, best", "ICL score, nats\n(negative is learning)",
         "formed 304 (probes 300 to 310); shaded: 10-90 % of the rise", "loss midpoint 300", "optimizer step",
     ):  # fmt: skip
