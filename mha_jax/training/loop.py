@@ -83,7 +83,10 @@ class Training:
         # A resumed run keeps its own tokenizer: one trained again on another corpus would change every token.
         own = workdir / "tokenizer.json"
         self.source = make_source(config, self.mesh, tokenizer.load(own) if resumes and own.exists() else None)
-        check_hosts_agree(f"{self.source.fingerprint} {config}")
+        # Where the data lies and what is tracked may differ from host to host.
+        alike = {k: v for k, v in configs.flat(config).items() if not k.startswith(("data.cache_dir", "data.dataset",
+                                                                                    "tracking."))}  # fmt: skip
+        check_hosts_agree(f"{self.source.fingerprint} {alike}")
         console.say(f"data: {self.source.description}")
         self.panel = Panel(config, self.source, self.mesh)
         icl.check_windows(self.panel.evaluation.early_RT, self.panel.evaluation.late_RT)
