@@ -21,7 +21,7 @@ import numpy as np
 from mha_jax.config import DataConfig
 from mha_jax.data import stdlib, text
 
-PREPARE = ("import json, resource, sys; from mha_jax.config import DataConfig; from mha_jax.data import text; "
+PREPARE = ("import json, sys; from mha_jax.config import DataConfig; from mha_jax.data import text; "
            "text.open_text(DataConfig(**json.loads(sys.argv[1])), 0)")  # fmt: skip
 ROWS = 2048
 
