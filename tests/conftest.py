@@ -17,6 +17,14 @@ import pytest
 jax.config.update("jax_num_cpu_devices", 8)
 
 
+def pytest_collection_modifyitems(items):
+    """The tests of a file run in one worker, and those of the laboratory all in one: they share a run and what has been
+    compiled for it."""
+    for item in items:
+        file = item.nodeid.partition("::")[0]
+        item.add_marker(pytest.mark.xdist_group("laboratory" if "laboratory" in file else file))
+
+
 def _little_optimised():
     """Programs compile in half the time, and compute the same to rounding."""
     before = jax.config.values["jax_disable_most_optimizations"]
