@@ -188,7 +188,7 @@ def test_every_make_command_shown_does_what_it_says():
     python = ".venv/bin/python"
     last = {c: out.splitlines()[-1].strip() if out else "" for c, out in steps.items()}
     assert last["make run"] == f"{python} train.py --config=configs/quickstart.py --workdir=runs/quickstart"
-    assert last["make test"] == f"{python} -m pytest -n 2 --dist loadfile"
+    assert last["make test"] == f"{python} -m pytest -n 2 --dist loadgroup"
     assert ".venv/bin/ruff check ." in steps["make test"]
     for command in commands:
         given = dict(part.split("=", 1) for part in shlex.split(command)[2:])
