@@ -18,6 +18,7 @@ import pytest
 jax.config.update("jax_num_cpu_devices", 8)
 
 
+@pytest.hookimpl(tryfirst=True)  # before xdist reads the groups
 def pytest_collection_modifyitems(items):
     """The tests of a file run in one worker, and those of the laboratory all in one: they share a run and what has been
     compiled for it."""

@@ -57,7 +57,7 @@ def config(corpus, cache, packing):
     return made
 
 
-@pytest.fixture(scope="module", params=PACKINGS)
+@pytest.fixture(scope="module", params=[pytest.param(PACKINGS[0], marks=pytest.mark.slow), PACKINGS[1]])
 def run(request, quick_module, corpus, cache, tmp_path_factory):
     """(config, folder, summary) of a run that nothing interrupted."""
     cfg, workdir = config(corpus, cache, request.param), tmp_path_factory.mktemp(request.param)

@@ -22,9 +22,9 @@ pytestmark = [
 @pytest.mark.usefixtures("one_device")
 @pytest.mark.parametrize(("kv_heads", "stops"), [
     (4, [(14, tiny.terminate), (25, tiny.terminate)]),  # nothing is due at 14; at 25 a light probe
-    (4, [(25, tiny.terminate), (29, tiny.kill), (29, tiny.terminate)]),  # begins twice at a light probe
+    pytest.param(4, [(25, tiny.terminate), (29, tiny.kill), (29, tiny.terminate)], marks=pytest.mark.slow),
     (1, [(10, tiny.terminate), (19, tiny.kill), (20, tiny.terminate), (24, tiny.kill)]),
-    (4, [(4, tiny.kill), (9, tiny.kill)]),
+    pytest.param(4, [(4, tiny.kill), (9, tiny.kill)], marks=pytest.mark.slow),
 ], ids=["terminated", "light probe", "panel, MQA", "killed"])  # fmt: skip
 def test_fc_11_a_resumed_run_is_the_run_it_would_have_been(whole, tmp_path, monkeypatch, kv_heads, stops):
     cfg, expected = tiny.config(**{"model.num_kv_heads": kv_heads}), whole(kv_heads)
@@ -161,6 +161,7 @@ def test_fc_16_a_run_resumes_before_damaged_checkpoints_and_saves_them_again(who
     tiny.assert_same_run(cfg, whole(4), tmp_path)
 
 
+@pytest.mark.slow
 def test_fc_14_other_meshes_read_and_continue_a_run(tmp_path, monkeypatch):
     def mesh(**sizes):
         return tiny.config(**{f"mesh.{k}": v for k, v in sizes.items()} | {

@@ -127,7 +127,7 @@ def test_several_steps_in_one_call_are_single_steps_bit_for_bit():
     assert by_one == by_many and same_bits(one, many)
 
 
-@pytest.mark.parametrize("kv", [4, 1])
+@pytest.mark.parametrize("kv", [pytest.param(4, marks=pytest.mark.slow), 1])
 def test_eight_devices_train_like_one(kv):
     config = tiny(kv, steps=100, steps_per_call=25)
     one, _ = run_steps(config, one_device(), [25] * 4)
@@ -158,7 +158,7 @@ def compiled(config, mesh):
                                     source.batches(0, 1), mesh, residual_sharding(mesh))  # fmt: skip
 
 
-@pytest.mark.parametrize("attention", ["einsum", "blockwise"])
+@pytest.mark.parametrize("attention", [pytest.param("einsum", marks=pytest.mark.slow), "blockwise"])
 def test_data_parallelism_gathers_nothing_and_shares_the_work(attention):
     config = tiny(steps_per_call=1)
     config.model.attention = attention
