@@ -182,7 +182,7 @@ HELD = {"interventions.heads": "0.1,1.3", "interventions.start": START, "interve
 
 
 @pytest.mark.usefixtures("shared_programs", "one_device")
-@pytest.mark.parametrize("kind", ["zero", "previous_token"])
+@pytest.mark.parametrize("kind", [pytest.param("zero", marks=pytest.mark.slow), "previous_token"])
 def test_a_run_is_free_until_its_heads_are_held(tmp_path, whole, kind):
     """The same bits up to the first clamped step, in the middle of a device call; then another run. Probes are free."""
     free = tiny.train(tiny.config(**{"tracking.log_every": 1}), tmp_path / "free")[1]
