@@ -4,7 +4,6 @@ Several devices let meshes be tested on any machine; a test that names none runs
 test starts inherit the environment but not the devices. Compiled programs are never cached on disk: a cache from
 another machine, or from broken code, must not decide a test.
 """
-import gc
 import os
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
@@ -25,14 +24,6 @@ def pytest_collection_modifyitems(items):
     for item in items:
         file = item.nodeid.partition("::")[0]
         item.add_marker(pytest.mark.xdist_group("laboratory" if "laboratory" in file else file))
-
-
-@pytest.fixture(scope="module", autouse=True)
-def no_pauses():
-    """What has been traced and compiled stays: millions of objects that each full garbage collection would look
-    through again, for up to twenty seconds late in a worker's life."""
-    yield
-    gc.freeze()
 
 
 def _little_optimised():

@@ -76,7 +76,7 @@ def tokenise(documents, tokenizer, cache_dir) -> Stream:
     """The stream of `documents` (`corpus.Documents` or `files.FileDocuments`), from the cache where the same tokenizer
     has cut the same documents before. ConfigError when no document has a token, or the folder was damaged."""
     key = digest({"format": FORMAT, "corpus": documents.identity, "tokenizer": tokenizer.fingerprint})
-    folder = pathlib.Path(cache_dir).expanduser() / "tokens" / key
+    folder = pathlib.Path(cache_dir) / "tokens" / key
     if not folder.exists():
         folder.parent.mkdir(parents=True, exist_ok=True)
         with open(folder.with_name(f".{key}.lock"), "w") as lock:

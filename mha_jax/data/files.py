@@ -33,17 +33,12 @@ NOT_TEXT = (".json", ".parquet", ".arrow", ".npy", ".npz", ".zip", ".tar", ".tgz
 class FileDocuments:
     """The documents of one split, in the order of the sorted paths. identity: what they depend on, for the cache."""
 
-    paths: tuple[pathlib.Path, ...]
+    files: tuple[pathlib.Path, ...]
     field: str
     validation: str
     identity: dict
     stamp: str  # of the files, when opened
     own_split = None  # files have none
-
-    @property
-    def files(self) -> tuple[pathlib.Path, ...]:
-        """What is read."""
-        return self.paths
 
     def __len__(self) -> int:
         return int(self._mine.sum())
@@ -58,9 +53,9 @@ class FileDocuments:
         """The texts from document `first` on."""
         mine = self._mine
         skip = np.cumsum(mine) <= first  # of mine, those before it
-        for i, text in enumerate(read(self.paths, self.field)):
+        for i, text in enumerate(read(self.files, self.field)):
             if i >= len(mine):
-                check_unchanged(self.paths, self.stamp)
+                check_unchanged(self.files, self.stamp)
             if mine[i] and not skip[i]:
                 yield text
 
@@ -70,7 +65,7 @@ class FileDocuments:
 
     @functools.cached_property
     def _split(self) -> np.ndarray:
-        return split_of(_hashes(self.paths, self.field, self.identity["sha256"]), self.validation)
+        return split_of(_hashes(self.files, self.field, self.identity["sha256"]), self.validation)
 
 
 TRAIN, VALIDATION, EMPTY, AGAIN = range(4)

@@ -33,7 +33,7 @@ def make_tokenizer(documents, kind: str, vocab_size: int, cache_dir) -> Tokenize
     if kind != "bpe":
         return load(kind)
     key = digest({"format": FORMAT, "corpus": documents.identity, "bpe": vocab_size})
-    path = pathlib.Path(cache_dir).expanduser() / "tokenizers" / f"{key}.json"
+    path = pathlib.Path(cache_dir) / "tokenizers" / f"{key}.json"
     if path.exists():
         return load(path)
     tokenizer = train_bpe(documents.texts(), vocab_size)
